@@ -1,0 +1,364 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decide, for each server that vLLM configures, whether it is ours; if so apply what it needs or refuse to start.
+
+Four methods of vLLM's get a gate: a wrapper that looks at the configuration and passes everything else through. Only
+behind an open gate, for method ``eagle3`` on a target listed in :data:`TARGETS`, does the overlay touch anything.
+
+* ``SpeculativeConfig.__post_init__``: what must hold before the drafter's configuration is built;
+* ``VllmConfig.__post_init__``: the plan of the layers to capture, and the check that every fix is at hand;
+* ``WorkerWrapperBase.init_worker`` and ``.init_device``: the fixes in the process that loads the model. Configurations
+  reach it pickled, so the first two gates do not open there.
+
+The plan travels in ``additional_config["kimi_eagle3"]``: vLLM carries that to every process and hashes it into the
+compile-cache key.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import wrapt
+
+from vllm_kimi_eagle3 import __version__
+from vllm_kimi_eagle3.fixes import _boundaries
+from vllm_kimi_eagle3.layers import CapturePlan, PlanError, resolve, stock_boundaries
+from vllm_kimi_eagle3.patching.engine import Engine, unmet
+from vllm_kimi_eagle3.patching.release import installed_release
+from vllm_kimi_eagle3.patching.spec import Context, Phase, State, Status
+from vllm_kimi_eagle3.registry import FIXES
+
+logger = logging.getLogger("vllm.kimi_eagle3")
+
+TARGETS = frozenset({"DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration"})
+"""Architectures that the overlay serves. Kimi-K2 checkpoints call themselves DeepseekV3ForCausalLM."""
+
+RECORD = "kimi_eagle3"
+"""The overlay's key in ``additional_config``."""
+
+_USER_KEYS = frozenset({"layer_rule", "layer_ids"})
+_RECORD_KEYS = frozenset({"plan", "version", "fixes"})
+
+ENGINE = Engine(FIXES)
+"""This process's fixes."""
+
+_gates: list[tuple[Any, str, Any, Any]] = []
+_gate_errors: list[str] = []
+_lock = threading.RLock()
+_announced: set[str] = set()
+
+
+class OverlayError(ValueError):
+    """A server of ours cannot be served right. One sentence: what, where, expected, what to do."""
+
+
+def mode() -> str:
+    """``on``, ``warn``, ``stock`` or ``off``, from ``VLLM_KIMI_EAGLE3``.
+
+    ``warn`` starts a server even when a fix is missing. ``stock`` leaves EAGLE-3 as vLLM ships it and mends only what
+    keeps the CPU engine from running our targets: the baseline to measure against. ``off`` does nothing at all.
+
+    Raises:
+        OverlayError: any other value.
+    """
+    value = os.environ.get("VLLM_KIMI_EAGLE3", "on").strip().lower()
+    if value not in ("on", "warn", "stock", "off"):
+        raise OverlayError(f"VLLM_KIMI_EAGLE3 is {value!r}; it must be on, warn, stock or off")
+    return value
+
+
+def install_gates() -> None:
+    """Wrap the four methods, each once its module is imported. Idempotent and thread-safe."""
+    with _lock:
+        if _gates:
+            return
+        for module, class_name, attribute, gate in (
+            ("vllm.config.speculative", "SpeculativeConfig", "__post_init__", _speculative_config_gate),
+            ("vllm.config.vllm", "VllmConfig", "__post_init__", _vllm_config_gate),
+            ("vllm.v1.worker.worker_base", "WorkerWrapperBase", "init_worker", _init_worker_gate),
+            ("vllm.v1.worker.worker_base", "WorkerWrapperBase", "init_device", _init_device_gate),
+        ):
+            wrapt.register_post_import_hook(_installer_of_gate(class_name, attribute, gate), module)
+
+
+def remove() -> list[str]:
+    """Take back every fix and every gate. Returns what had to stay because somebody patched over it."""
+    with _lock:
+        left = ENGINE.revert()
+        for owner, attribute, original, ours in reversed(_gates):
+            if vars(owner).get(attribute) is ours:
+                setattr(owner, attribute, original)
+            else:
+                left.append(f"{owner.__name__}.{attribute} was replaced by somebody else; left as it is")
+        _gates.clear()
+        _announced.clear()
+        return left
+
+
+def _installer_of_gate(class_name: str, attribute: str, gate: Callable[..., Any]) -> Callable[[Any], None]:
+    def install(module: Any) -> None:
+        # An exception in a post-import hook would fail vLLM's import, for every model.
+        try:
+            owner = getattr(module, class_name)
+            original = vars(owner)[attribute]
+            ours = wrapt.FunctionWrapper(original, gate)
+            setattr(owner, attribute, ours)
+            _gates.append((owner, attribute, original, ours))
+        except Exception as error:
+            _gate_errors.append(
+                f"{module.__name__}.{class_name}.{attribute} cannot be wrapped ({type(error).__name__}: {error})"
+            )
+
+    return install
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Is this server ours?
+
+
+def target_architecture(model_config: Any) -> str | None:
+    """The name in :data:`TARGETS` that a target's configuration carries, or None."""
+    architectures = getattr(getattr(model_config, "hf_config", None), "architectures", None) or []
+    return next((name for name in architectures if name in TARGETS), None)
+
+
+def _context(model_config: Any, eagle3: bool) -> Context | None:
+    """The context of a server on this target; None for targets that are not ours."""
+    architecture = target_architecture(model_config)
+    if architecture is None:
+        return None
+    from vllm.platforms import current_platform
+
+    eagle3 = eagle3 and mode() != "stock"
+    return Context(target_architecture=architecture, platform=str(current_platform.device_type), eagle3=eagle3)
+
+
+def _speculative_context(speculative_config: Any) -> Context | None:
+    """The context of a speculative configuration whose method is ours, or may become so."""
+    model = str(speculative_config.model or "").lower()
+    # vLLM's own guess for a drafter without a method: the word in its path.
+    guessed = speculative_config.method is None and "eagle3" in model and "eagle-" not in model
+    if speculative_config.method != "eagle3" and not guessed:
+        return None
+    return _context(speculative_config.target_model_config, eagle3=True)
+
+
+def _server_context(vllm_config: Any) -> Context | None:
+    """The context of a whole server's configuration."""
+    speculative_config = vllm_config.speculative_config
+    # A drafter is loaded under a copy of the configuration whose model is the drafter: look at the target's.
+    model_config = vllm_config.model_config if speculative_config is None else speculative_config.target_model_config
+    context = _context(model_config, eagle3=speculative_config is not None and speculative_config.method == "eagle3")
+    return context and replace(context, vllm_config=vllm_config)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The gates
+
+
+def _speculative_config_gate(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+    context = _speculative_context(instance)
+    if context is not None:
+        _check_drafter_folder(instance.model)
+        _require(ENGINE.apply(Phase.SPECULATIVE_CONFIG, context))
+    return wrapped(*args, **kwargs)
+
+
+def _vllm_config_gate(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+    context = _server_context(instance)
+    if context is not None:
+        configure_server(context)
+    return wrapped(*args, **kwargs)
+
+
+def _init_worker_gate(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+    all_kwargs = kwargs.get("all_kwargs", args[0] if args else None)
+    if all_kwargs:
+        vllm_config = all_kwargs[instance.rpc_rank].get("vllm_config")
+        if vllm_config is not None:
+            prepare_worker(vllm_config)
+    return wrapped(*args, **kwargs)
+
+
+def _init_device_gate(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+    # A worker process of its own registers plugins inside init_worker, too late for that gate.
+    prepare_worker(instance.vllm_config)
+    return wrapped(*args, **kwargs)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What happens behind them
+
+
+def configure_server(context: Context) -> None:
+    """Resolve the layers, check that every fix is at hand, and write both into the configuration.
+
+    Raises:
+        OverlayError: the layers cannot be resolved, or a fix that this server needs is not to be had.
+    """
+    vllm_config = context.vllm_config
+    needed = ENGINE.needed(context)
+    if not needed:
+        return
+    record = _record(vllm_config)
+    if "version" in record:
+        # The configuration is being copied or checked again: the plan stands, and nothing may have changed under it.
+        _check_unchanged(vllm_config, record)
+        return
+    record.update(version=__version__, fixes=[fix.label for fix in needed])
+    if context.eagle3:
+        try:
+            context = replace(context, plan=make_plan(vllm_config, record))
+        except PlanError as error:
+            raise OverlayError(f"vllm-kimi-eagle3: {error}") from None
+        assert context.plan is not None
+        record["plan"] = context.plan.to_json()
+    _require([s for s in map(ENGINE.status, needed) if s.state in (State.REFUSED, State.FAILED)])
+    _require(ENGINE.apply(Phase.VLLM_CONFIG, context))
+    vllm_config.additional_config = {**vllm_config.additional_config, RECORD: record}
+    _announce(vllm_config, record, [fix.label for fix in needed])
+
+
+def prepare_worker(vllm_config: Any) -> None:
+    """Apply a server's fixes in the process that loads its model.
+
+    Raises:
+        OverlayError: a fix is not to be had, or the drafter's layers were changed after the plan was made.
+    """
+    context = _server_context(vllm_config)
+    if context is None or not ENGINE.needed(context):
+        return
+    record = _record(vllm_config)
+    if context.eagle3:
+        if "plan" not in record:
+            raise OverlayError(
+                "vllm-kimi-eagle3: this configuration was made in a process without the overlay, so no layers were"
+                " resolved; install vllm-kimi-eagle3 in every process of the server, or set VLLM_KIMI_EAGLE3=off in"
+                " all of them"
+            )
+        _check_unchanged(vllm_config, record)
+    statuses = ENGINE.apply(Phase.SPECULATIVE_CONFIG, context) + ENGINE.apply(Phase.WORKER, context)
+    _require(statuses)
+    _announce(vllm_config, record, [s.fix.label for s in statuses])
+
+
+def make_plan(vllm_config: Any, record: Mapping[str, Any]) -> CapturePlan:
+    """The layers to capture for this server; see :func:`vllm_kimi_eagle3.layers.resolve`.
+
+    Raises:
+        PlanError: they cannot be resolved.
+    """
+    rule = record.get("layer_rule") or os.environ.get("VLLM_KIMI_EAGLE3_LAYER_RULE") or None
+    speculative_config = vllm_config.speculative_config
+    target = speculative_config.target_model_config.hf_config.to_dict()
+    return resolve(
+        target,
+        _drafter_config(speculative_config.draft_model_config),
+        layer_rule=rule,
+        layer_ids=record.get("layer_ids"),
+        pipeline_parallel_size=vllm_config.parallel_config.pipeline_parallel_size,
+    )
+
+
+def _drafter_config(draft_model_config: Any) -> Mapping[str, Any]:
+    """The drafter's configuration as the checkpoint has it, as far as vLLM still knows it."""
+    hf_config = draft_model_config.hf_config
+    # EAGLEConfig keeps the checkpoint's own configuration beside its copy of the values.
+    inner = getattr(hf_config, "model", None)
+    return inner.to_dict() if hasattr(inner, "to_dict") else hf_config.to_dict()
+
+
+def _record(vllm_config: Any) -> dict[str, Any]:
+    additional = vllm_config.additional_config
+    if not isinstance(additional, Mapping):
+        raise OverlayError(
+            f"vllm-kimi-eagle3: additional_config is a {type(additional).__name__}; the capture plan has to travel in"
+            ' it, so it must be a dictionary such as {"kimi_eagle3": {"layer_rule": "output"}}'
+        )
+    record = additional.get(RECORD, {})
+    if not isinstance(record, Mapping):
+        raise OverlayError(
+            f'vllm-kimi-eagle3: additional_config["{RECORD}"] is {record!r}; it must be a dictionary such as'
+            ' {"layer_rule": "output"}'
+        )
+    unknown = sorted(set(record) - _USER_KEYS - _RECORD_KEYS)
+    if unknown:
+        raise OverlayError(
+            f'vllm-kimi-eagle3: additional_config["{RECORD}"] has unknown keys {unknown}; known are'
+            f" {sorted(_USER_KEYS)}"
+        )
+    return dict(record)
+
+
+def _check_unchanged(vllm_config: Any, record: Mapping[str, Any]) -> None:
+    """A change of layers after the plan would be captured, but would not be in the compile-cache key."""
+    boundaries: list[int] = list(record.get("plan", {}).get("boundaries", []))
+    hf_config = vllm_config.speculative_config.draft_model_config.hf_config
+    found = getattr(hf_config, _boundaries.KEY, None)
+    if boundaries and list(found or []) != boundaries:
+        raise OverlayError(
+            f"vllm-kimi-eagle3: the drafter's layers were changed to {found} after boundaries {boundaries} were planned;"
+            f' name the layers in --additional-config {{"{RECORD}": {{"layer_ids": [...]}}}} instead'
+        )
+
+
+def _check_drafter_folder(model: str | None) -> None:
+    """Say in one sentence what is wrong with a local drafter folder, before vLLM's loader says it in fifty lines."""
+    from vllm_kimi_eagle3.layers import read_config
+
+    if model is None or not Path(model).exists():
+        return  # a repository's name: vLLM fetches and checks it
+    try:
+        read_config(Path(model))
+    except PlanError as error:
+        raise OverlayError(f"vllm-kimi-eagle3: {error}") from None
+
+
+def _require(statuses: list[Status]) -> None:
+    """Refuse to go on without these fixes, or warn, as the user chose."""
+    problems = [f"{s.fix.label} is {s.state.value}: {s.reason}" for s in unmet(statuses)]
+    problems += [f"a gate is missing: {error}" for error in _gate_errors]
+    if not problems:
+        return
+    message = (
+        f"vllm-kimi-eagle3 {__version__} on vLLM {installed_release() or 'of unknown release'} cannot make EAGLE-3 right"
+        f" for this target, because {'; '.join(problems)}. Update vllm-kimi-eagle3, or start without its guarantee by"
+        " VLLM_KIMI_EAGLE3=warn."
+    )
+    if mode() == "warn":
+        logger.warning(message)
+        return
+    raise OverlayError(message)
+
+
+def _announce(vllm_config: Any, record: Mapping[str, Any], labels: list[str]) -> None:
+    """Say once a process and plan what is captured, and where stock vLLM would have differed."""
+    parts = [f"fixes: {', '.join(labels) or 'none here'}"]
+    if "plan" in record:
+        parts = [record["plan"]["line"], _stock_sentence(vllm_config), *parts]
+    line = "; ".join(parts)
+    with _lock:
+        if line in _announced:
+            return
+        _announced.add(line)
+    release = installed_release() or "of unknown release"
+    logger.info("vllm-kimi-eagle3 %s, vLLM %s, pid %d: %s", __version__, release, os.getpid(), line)
+    for warning in record.get("plan", {}).get("warnings", ()):
+        logger.warning("vllm-kimi-eagle3: %s", warning)
+
+
+def _stock_sentence(vllm_config: Any) -> str:
+    """Where stock vLLM of this release would have captured something else."""
+    release = installed_release()
+    if release is None:
+        return "what stock vLLM would capture is unknown for an unknown release"
+    speculative_config = vllm_config.speculative_config
+    drafter = dict(_drafter_config(speculative_config.draft_model_config))
+    stock = stock_boundaries(release, speculative_config.target_model_config.hf_config.to_dict(), drafter)
+    parts = [f"{runner} {stock[runner]}" for runner in ("V1", "V2") if stock.get(runner) is not None]
+    return "stock vLLM would capture " + (" and ".join(parts) or "nothing")

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""D11: V1 asks Kimi-K2.5's configuration for a key that the new schema does not have.
+
+From 0.32.0 on, vLLM loads Kimi-K2.5 with Transformers' own configuration class, whose placeholder is
+``image_token_id``; the V1 proposer still reads ``media_placeholder_token_id`` and dies of an AttributeError. The value
+is never used by a drafter, so the old name is given back as a second name of the new one.
+"""
+
+from __future__ import annotations
+
+from vllm_kimi_eagle3.patching.source import SourceTree
+from vllm_kimi_eagle3.patching.spec import Context, Fix, Need, Phase, Verdict
+
+OLD, NEW = "media_placeholder_token_id", "image_token_id"
+_MODEL = "vllm.model_executor.models.kimi_k25:KimiK25ForConditionalGeneration"
+_PROPOSERS = (
+    "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.load_model",
+    "vllm.v1.spec_decode.eagle:SpecDecodeBaseProposer.load_model",
+)
+
+
+def probe(tree: SourceTree) -> Verdict:
+    """The fault: the model reads the new name while the proposer reads the old one."""
+    if not tree.has(_MODEL):
+        return Verdict(Need.NOT_APPLICABLE, "this release has no Kimi-K2.5")
+    proposer = next((target for target in _PROPOSERS if tree.has(target)), None)
+    if proposer is None:
+        return Verdict(Need.REFUSED, "the proposer's load_model is in none of the places known")
+    if OLD not in tree.text(proposer):
+        return Verdict(Need.RETIRED, f"the proposer does not read {OLD}")
+    if NEW not in tree.text(_MODEL):
+        return Verdict(Need.RETIRED, f"model and proposer both read {OLD}")
+    return Verdict(Need.APPLY, f"the model reads {NEW}, the proposer {OLD}")
+
+
+def configure(context: Context) -> None:
+    """Give the target's configuration the old name too, if the checkpoint did not bring it."""
+    hf_config = context.vllm_config.model_config.hf_config
+    if not hasattr(hf_config, OLD):
+        setattr(hf_config, OLD, getattr(hf_config, NEW))
+
+
+def wanted(context: Context) -> bool:
+    """Only Kimi-K2.5 has pictures."""
+    return context.eagle3 and context.target_architecture == "KimiK25ForConditionalGeneration"
+
+
+FIX = Fix(
+    id="D11",
+    name="image-placeholder",
+    targets=_PROPOSERS,
+    phase=Phase.WORKER,
+    why="Kimi-K2.5 checkpoints of the new schema crash the V1 proposer",
+    upstream="none known",
+    retire="the proposer reads image_token_id",
+    probe=probe,
+    wanted=wanted,
+    configure=configure,
+)

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Probe, apply, report and revert a list of fixes in this process.
+
+One :class:`Engine` holds one process's state. It never raises because of a fix: a probe or an installation that fails
+becomes a status, and the guard in :mod:`vllm_kimi_eagle3.activation` decides what that means for the server at hand.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+
+from vllm_kimi_eagle3.patching.patcher import Patcher
+from vllm_kimi_eagle3.patching.source import SourceMissing, SourceTree
+from vllm_kimi_eagle3.patching.spec import Context, Fix, Need, Phase, State, Status, Verdict
+
+_STATE_OF_NEED = {
+    Need.APPLY: State.PENDING,
+    Need.RETIRED: State.RETIRED,
+    Need.NOT_APPLICABLE: State.NOT_APPLICABLE,
+    Need.REFUSED: State.REFUSED,
+}
+
+
+def probe(fix: Fix, tree: SourceTree) -> Verdict:
+    """A fix's verdict on a source tree; whatever goes wrong in a probe means that the shape is unknown."""
+    try:
+        return fix.probe(tree)
+    except SourceMissing as missing:
+        return Verdict(Need.REFUSED, f"{missing}, and the probe does not know what took its place")
+    except Exception as error:
+        return Verdict(Need.REFUSED, f"the probe failed: {type(error).__name__}: {error}")
+
+
+class Engine:
+    """The fixes' states in this process."""
+
+    def __init__(self, fixes: tuple[Fix, ...], tree: Callable[[], SourceTree] = SourceTree.installed) -> None:
+        self.fixes = fixes
+        self.patcher = Patcher()
+        self._tree = tree
+        self._verdicts: dict[str, Verdict] = {}
+        self._applied: dict[str, str] = {}
+        self._failed: dict[str, str] = {}
+        self._lock = threading.RLock()
+
+    def verdict(self, fix: Fix) -> Verdict:
+        """The probe's answer for the installed vLLM, asked once a process."""
+        with self._lock:
+            if fix.label not in self._verdicts:
+                try:
+                    tree = self._tree()
+                except SourceMissing as missing:
+                    return Verdict(Need.REFUSED, str(missing))
+                self._verdicts[fix.label] = probe(fix, tree)
+            return self._verdicts[fix.label]
+
+    def needed(self, context: Context) -> list[Fix]:
+        """The fixes that this server wants and whose defect this vLLM has, or may have."""
+        return [f for f in self.fixes if f.wanted(context) and self.verdict(f).need in (Need.APPLY, Need.REFUSED)]
+
+    def apply(self, phase: Phase, context: Context) -> list[Status]:
+        """Install and configure what ``phase`` needs for this server, and report on those fixes.
+
+        Installing happens once a process; configuring happens for every server. A fix that fails while it installs is
+        taken back whole.
+        """
+        with self._lock:
+            fixes = [fix for fix in self.needed(context) if fix.phase is phase]
+            for fix in fixes:
+                if self.verdict(fix).need is Need.APPLY:
+                    self._apply(fix, context)
+            return [self.status(fix) for fix in fixes]
+
+    def _apply(self, fix: Fix, context: Context) -> None:
+        try:
+            if fix.install is not None and fix.label not in self._applied:
+                fix.install(self.patcher.for_fix(fix.label))
+            if fix.configure is not None:
+                fix.configure(context)
+        except Exception as error:
+            self.patcher.revert(fix.label)
+            self._applied.pop(fix.label, None)
+            self._failed[fix.label] = f"{type(error).__name__}: {error}"
+        else:
+            self._failed.pop(fix.label, None)
+            self._applied[fix.label] = self.verdict(fix).reason
+
+    def status(self, fix: Fix) -> Status:
+        """Where one fix stands now."""
+        with self._lock:
+            if fix.label in self._failed:
+                return Status(fix, State.FAILED, self._failed[fix.label])
+            if fix.label in self._applied:
+                lost = self.patcher.shadowed(fix.label)
+                if lost:
+                    return Status(fix, State.SHADOWED, f"replaced after us by somebody else: {', '.join(lost)}")
+                return Status(fix, State.APPLIED, self._applied[fix.label])
+            verdict = self.verdict(fix)
+            return Status(fix, _STATE_OF_NEED[verdict.need], verdict.reason)
+
+    def statuses(self) -> list[Status]:
+        """Where every fix stands now, in the registry's order."""
+        return [self.status(fix) for fix in self.fixes]
+
+    def revert(self) -> list[str]:
+        """Undo every replacement. Returns what had to stay, one sentence each."""
+        with self._lock:
+            left = self.patcher.revert()
+            self._applied.clear()
+            self._failed.clear()
+            return left
+
+
+def unmet(statuses: Iterable[Status]) -> list[Status]:
+    """Those of the fixes a server needs that are not in place."""
+    return [s for s in statuses if s.state is not State.APPLIED]
