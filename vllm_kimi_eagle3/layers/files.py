@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read a model folder's small files without trusting them.
+
+A link may lead where it likes inside the folder, not out of it, with one exception: the Hugging Face cache, where
+``<repo>/snapshots/<commit>/`` holds links into ``<repo>/blobs/``. JSON must be UTF-8, without duplicate keys (which
+of two lists would vLLM take?), and of bounded size and depth.
+"""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+from .plan import PlanError
+
+MAX_CONFIG = 4 << 20
+
+
+def inside(folder: Path, path: Path) -> Path:
+    """``path`` with its links followed.
+
+    Raises:
+        PlanError: it leads out of ``folder``, or in a circle.
+    """
+    try:
+        root, real = folder.resolve(), path.resolve()
+    except (OSError, RuntimeError):
+        raise PlanError(f"{path} is a link that leads in a circle") from None
+    if real.is_relative_to(root):
+        return real
+    if root.parent.name == "snapshots" and real.is_relative_to(root.parent.parent / "blobs"):
+        return real
+    raise PlanError(f"{path} is a link out of its folder, to {real}; copy the file there instead")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The ``config.json`` of a model folder; the path may name the file itself.
+
+    Raises:
+        PlanError: there is none, or it can't be trusted or read.
+    """
+    path = folder if folder.name == "config.json" and not folder.is_dir() else folder / "config.json"
+    return read_object(inside(path.parent, path), MAX_CONFIG)
+
+
+def read_object(path: Path, limit: int) -> dict[str, Any]:
+    """One JSON object from a file of at most ``limit`` bytes.
+
+    Raises:
+        PlanError: the file is missing, not ordinary, too large, or not one JSON object.
+    """
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise PlanError(f"{path} is not an ordinary file")
+        with path.open("rb") as file:
+            raw = file.read(limit + 1)
+    except OSError as error:
+        raise PlanError(f"{path} can't be read: {error.strerror}") from None
+    except ValueError:
+        raise PlanError(f"{str(path)!a} is no path") from None
+    if len(raw) > limit:
+        raise PlanError(f"{path} is larger than {limit} bytes, too large for what it should be")
+    data = load_json(raw, str(path))
+    if not isinstance(data, dict):
+        raise PlanError(f"{path} holds no JSON object")
+    return data  # pyright: ignore[reportUnknownVariableType]
+
+
+def load_json(raw: bytes, where: str) -> object:
+    """Parse strict JSON.
+
+    Raises:
+        PlanError: not UTF-8, not JSON, a duplicate key, ``NaN`` or ``Infinity``, or nested too deeply.
+    """
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        data = dict(items)
+        if len(data) != len(items):
+            seen: set[str] = set()
+            twice = next(key for key, _ in items if key in seen or seen.add(key))
+            raise PlanError(f"{where} has the key {twice[:60]!a} twice, so what it says is undefined")
+        return data
+
+    def constant(name: str) -> object:
+        raise PlanError(f"{where} holds {name}, which is not JSON")
+
+    try:
+        return json.loads(raw.decode("utf-8"), object_pairs_hook=pairs, parse_constant=constant)
+    except UnicodeDecodeError:
+        raise PlanError(f"{where} is not UTF-8 text") from None
+    except RecursionError:
+        raise PlanError(f"{where} is nested too deeply") from None
+    except PlanError:
+        raise
+    except ValueError as error:
+        raise PlanError(f"{where} is not JSON: {str(error)[:120]}") from None
