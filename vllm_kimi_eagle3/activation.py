@@ -27,7 +27,9 @@ import wrapt
 
 from vllm_kimi_eagle3 import __version__
 from vllm_kimi_eagle3.fixes import _boundaries
-from vllm_kimi_eagle3.layers import CapturePlan, PlanError, resolve, stock_boundaries
+from vllm_kimi_eagle3.layers import CapturePlan, PlanError, facts_of, read_headers, resolve, stock_boundaries
+from vllm_kimi_eagle3.layers.alignment import content_key, load
+from vllm_kimi_eagle3.layers.files import read_config
 from vllm_kimi_eagle3.patching.engine import Engine, unmet
 from vllm_kimi_eagle3.patching.release import installed_release
 from vllm_kimi_eagle3.patching.spec import Context, Phase, State, Status
@@ -37,6 +39,9 @@ logger = logging.getLogger("vllm.kimi_eagle3")
 
 TARGETS = frozenset({"DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration"})
 """Architectures that the overlay serves. Kimi-K2 checkpoints call themselves DeepseekV3ForCausalLM."""
+
+NEWEST = "0.33.0"
+"""Whose facts hold for a vLLM that does not say which release it is."""
 
 RECORD = "kimi_eagle3"
 """The overlay's key in ``additional_config``."""
@@ -253,24 +258,33 @@ def make_plan(vllm_config: Any, record: Mapping[str, Any]) -> CapturePlan:
     Raises:
         PlanError: they cannot be resolved.
     """
-    rule = record.get("layer_rule") or os.environ.get("VLLM_KIMI_EAGLE3_LAYER_RULE") or None
     speculative_config = vllm_config.speculative_config
     target = speculative_config.target_model_config.hf_config.to_dict()
+    drafter = _drafter_config(speculative_config.draft_model_config)
+    folder = Path(speculative_config.draft_model_config.model)
+    headers = read_headers(folder) if folder.is_dir() else None
+    facts = facts_of(installed_release() or NEWEST)
     return resolve(
         target,
-        _drafter_config(speculative_config.draft_model_config),
-        layer_rule=rule,
+        drafter,
+        layer_rule=record.get("layer_rule") or os.environ.get("VLLM_KIMI_EAGLE3_LAYER_RULE") or None,
         layer_ids=record.get("layer_ids"),
+        headers=headers,
+        alignment=load(content_key(target, drafter, headers)),
+        last_boundary_capturable=facts.last_boundary,
+        fixed_fc_states=None if facts.fc_counts else 3,
         pipeline_parallel_size=vllm_config.parallel_config.pipeline_parallel_size,
     )
 
 
 def _drafter_config(draft_model_config: Any) -> Mapping[str, Any]:
-    """The drafter's configuration as the checkpoint has it, as far as vLLM still knows it."""
+    """The drafter's configuration as its checkpoint has it, or as far as vLLM still knows it."""
+    folder = Path(draft_model_config.model)
+    if folder.is_dir():
+        return read_config(folder)
     hf_config = draft_model_config.hf_config
     # EAGLEConfig keeps the checkpoint's own configuration beside its copy of the values.
-    inner = getattr(hf_config, "model", None)
-    return inner.to_dict() if hasattr(inner, "to_dict") else hf_config.to_dict()
+    return getattr(hf_config, "model", hf_config).to_dict()
 
 
 def _record(vllm_config: Any) -> dict[str, Any]:
@@ -302,15 +316,13 @@ def _check_unchanged(vllm_config: Any, record: Mapping[str, Any]) -> None:
     found = getattr(hf_config, _boundaries.KEY, None)
     if boundaries and list(found or []) != boundaries:
         raise OverlayError(
-            f"vllm-kimi-eagle3: the drafter's layers were changed to {found} after boundaries {boundaries} were planned;"
-            f' name the layers in --additional-config {{"{RECORD}": {{"layer_ids": [...]}}}} instead'
+            f"vllm-kimi-eagle3: the drafter's layers were changed to {found} after boundaries {boundaries} were"
+            f' planned; name the layers in --additional-config {{"{RECORD}": {{"layer_ids": [...]}}}} instead'
         )
 
 
 def _check_drafter_folder(model: str | None) -> None:
     """Say in one sentence what is wrong with a local drafter folder, before vLLM's loader says it in fifty lines."""
-    from vllm_kimi_eagle3.layers import read_config
-
     if model is None or not Path(model).exists():
         return  # a repository's name: vLLM fetches and checks it
     try:
@@ -326,8 +338,8 @@ def _require(statuses: list[Status]) -> None:
     if not problems:
         return
     message = (
-        f"vllm-kimi-eagle3 {__version__} on vLLM {installed_release() or 'of unknown release'} cannot make EAGLE-3 right"
-        f" for this target, because {'; '.join(problems)}. Update vllm-kimi-eagle3, or start without its guarantee by"
+        f"vllm-kimi-eagle3 {__version__} on vLLM {installed_release() or 'of unknown release'} cannot make EAGLE-3"
+        f" right for this target, because {'; '.join(problems)}. Update vllm-kimi-eagle3, or start without its guarantee by"
         " VLLM_KIMI_EAGLE3=warn."
     )
     if mode() == "warn":
@@ -338,14 +350,13 @@ def _require(statuses: list[Status]) -> None:
 
 def _announce(vllm_config: Any, record: Mapping[str, Any], labels: list[str]) -> None:
     """Say once a process and plan what is captured, and where stock vLLM would have differed."""
-    parts = [f"fixes: {', '.join(labels) or 'none here'}"]
-    if "plan" in record:
-        parts = [record["plan"]["line"], _stock_sentence(vllm_config), *parts]
-    line = "; ".join(parts)
+    plan_line: str = record.get("plan", {}).get("line", "")
     with _lock:
-        if line in _announced:
+        if plan_line in _announced:
             return
-        _announced.add(line)
+        _announced.add(plan_line)
+    parts = [plan_line, _stock_sentence(vllm_config)] if plan_line else []
+    line = "; ".join([*parts, f"fixes: {', '.join(labels)}"])
     release = installed_release() or "of unknown release"
     logger.info("vllm-kimi-eagle3 %s, vLLM %s, pid %d: %s", __version__, release, os.getpid(), line)
     for warning in record.get("plan", {}).get("warnings", ()):
@@ -354,11 +365,13 @@ def _announce(vllm_config: Any, record: Mapping[str, Any], labels: list[str]) ->
 
 def _stock_sentence(vllm_config: Any) -> str:
     """Where stock vLLM of this release would have captured something else."""
-    release = installed_release()
-    if release is None:
-        return "what stock vLLM would capture is unknown for an unknown release"
     speculative_config = vllm_config.speculative_config
-    drafter = dict(_drafter_config(speculative_config.draft_model_config))
-    stock = stock_boundaries(release, speculative_config.target_model_config.hf_config.to_dict(), drafter)
-    parts = [f"{runner} {stock[runner]}" for runner in ("V1", "V2") if stock.get(runner) is not None]
-    return "stock vLLM would capture " + (" and ".join(parts) or "nothing")
+    target = speculative_config.target_model_config.hf_config.to_dict()
+    reading = stock_boundaries(
+        installed_release() or NEWEST, target, _drafter_config(speculative_config.draft_model_config)
+    )
+    parts = [
+        f"{name} {list(runner.boundaries)}" if runner.boundaries is not None else f"{name} nothing ({runner.problem})"
+        for name, runner in (("V1", reading.v1), ("V2", reading.v2))
+    ]
+    return "stock vLLM would capture " + " and ".join(parts)

@@ -7,6 +7,7 @@ boundaries, and the compile-cache key covers it from 0.17.0 on. D6, D7 and D8 ar
 
 from __future__ import annotations
 
+from vllm_kimi_eagle3.layers import config_updates
 from vllm_kimi_eagle3.patching.source import SourceTree
 from vllm_kimi_eagle3.patching.spec import Context
 
@@ -31,11 +32,9 @@ def reads_top_level(tree: SourceTree, reader: str) -> bool:
 
 
 def write(context: Context) -> None:
-    """Put the plan's boundaries, and their number, into the drafter's configuration; idempotent."""
-    plan = context.plan
-    if plan is None or not plan.boundaries:
+    """Put the plan into the drafter's configuration; idempotent."""
+    if context.plan is None:
         return
     hf_config = context.vllm_config.speculative_config.draft_model_config.hf_config
-    setattr(hf_config, KEY, list(plan.boundaries))
-    # The width of fc: read from here since 0.22.0, taken as three times the hidden size before.
-    hf_config.num_aux_hidden_states = len(plan.boundaries)
+    for key, value in config_updates(context.plan, hf_config.to_dict()).items():
+        setattr(hf_config, key, value)

@@ -3,8 +3,8 @@
 
 0.15 and 0.16 hash no layer ids at all, 0.17.0 to 0.25.1 only the top-level ones, although V1 honours the nested ones
 from 0.22.0: after a change of ids, a compiled graph of the old layers is loaded. No release knows that a plugin
-changed anything. The plan, this package's version and the fixes in force therefore go into ``additional_config``, which every release
-hashes whole and carries to every process.
+changed anything. The plan, this package's version and the fixes in force therefore go into ``additional_config``,
+which every release hashes whole and carries to every process.
 """
 
 from __future__ import annotations

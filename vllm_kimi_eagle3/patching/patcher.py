@@ -82,7 +82,7 @@ class Patcher:
                 if code_slot.function.__code__ is not code_slot.ours:
                     left.append(f"{code_slot.function.__qualname__} was changed again after us; left as it is")
                     continue
-                code_slot.function.__code__ = code_slot.original
+                _set_code(code_slot.function, code_slot.original)
                 self._code_slots.remove(code_slot)
             for slot in reversed(self._slots[:]):
                 if label not in (None, slot.fix):
@@ -128,7 +128,7 @@ class Patcher:
         """Swap one function's code for a fix; :meth:`Installer.replace_code` is the way in for fixes."""
         with self._lock:
             self._code_slots.append(_CodeSlot(function, function.__code__, code, fix))
-            function.__code__ = code
+            _set_code(function, code)
 
     def _put(self, fix: str, owner: Any, attribute: str, new: Any) -> None:
         for slot in self._slots:
@@ -191,6 +191,10 @@ def _resolve(target: str) -> tuple[Any, str]:
             raise PatchConflict(f"{target} does not exist in this vLLM: no {name} in {module}")
         owner = getattr(owner, name)
     return owner, attribute
+
+
+def _set_code(function: FunctionType, code: CodeType) -> None:
+    function.__code__ = code
 
 
 def _describe(slot: _Slot) -> str:
