@@ -339,8 +339,8 @@ def _require(statuses: list[Status]) -> None:
         return
     message = (
         f"vllm-kimi-eagle3 {__version__} on vLLM {installed_release() or 'of unknown release'} cannot make EAGLE-3"
-        f" right for this target, because {'; '.join(problems)}. Update vllm-kimi-eagle3, or start without its guarantee by"
-        " VLLM_KIMI_EAGLE3=warn."
+        f" right for this target, because {'; '.join(problems)}. Update vllm-kimi-eagle3, or start without its"
+        " guarantee by VLLM_KIMI_EAGLE3=warn."
     )
     if mode() == "warn":
         logger.warning(message)
