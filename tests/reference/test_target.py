@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import BASE, TARGETS, make_hf, relative_error
+from tiny_models import BASE, TARGETS, YARN, make_hf, relative_error
 from transformers import DeepseekV3ForCausalLM
 
 from vllm_kimi_eagle3.reference import Cache, Target, greedy
@@ -69,8 +69,6 @@ def test_the_comparison_sees_a_config_field_that_is_ignored(target_folders: Fold
 
 
 def test_yarn_magnitude_and_softmax_scale_follow_mscale(tmp_path: Path) -> None:
-    from conftest import YARN
-
     model = make_hf(5, rope_parameters={**YARN, "mscale": 1.4, "mscale_all_dim": 0.5})
     model.save_pretrained(tmp_path)
     assert relative_error(Target.load(tmp_path).forward(PROMPT).logits, hf_boundaries(model, PROMPT)[1]) < TOLERANCE
