@@ -104,7 +104,8 @@ def main() -> int:
 
     console = Console(stderr=options.json)
     pair = materialize(CACHE / "tiny_pair")
-    prompts = json.loads((ROOT / "examples/tiny_kimi/heldout.json").read_text())["prompts"][: options.prompts]
+    held_out = json.loads((ROOT / "examples/tiny_kimi/heldout.json").read_text())
+    prompts = [item["prompt"] for item in held_out[: options.prompts]]
     results: list[dict[str, Any]] = []
     for name, env, arguments in runs(pair):
         with console.status(f"{name}: starting vllm serve") as status:
@@ -112,7 +113,7 @@ def main() -> int:
             env = {**env, "VLLM_CACHE_ROOT": str(CACHE / "vllm"), "VLLM_CPU_KVCACHE_SPACE": "1"}
             common = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "4"]
             try:
-                with serve(pair["kimi_k25"], log, *common, *arguments, env=env) as server:
+                with serve(pair["kimi_k25_legacy"], log, *common, *arguments, env=env) as server:
                     status.update(f"{name}: {len(prompts)} prompts, {options.tokens} tokens each")
                     results.append({"name": name, **measure(server, prompts, options.tokens)})
                     results[-1]["capture"] = capture_line(server)

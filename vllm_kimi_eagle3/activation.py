@@ -129,7 +129,23 @@ def _speculative_context(speculative_config: Any) -> Context | None:
     guessed = speculative_config.method is None and "eagle3" in model and "eagle-" not in model
     if speculative_config.method != "eagle3" and not guessed:
         return None
-    return _context(speculative_config.target_model_config, eagle3=True)
+    target = speculative_config.target_model_config
+    context = _context(target, eagle3=True)
+    if context is None:
+        _say_if_related(target)
+    return context
+
+
+def _say_if_related(model_config: Any) -> None:
+    """A relative of our targets is left alone like everybody else, but its user may believe otherwise."""
+    architectures = getattr(getattr(model_config, "hf_config", None), "architectures", None) or []
+    related = [name for name in architectures if name.startswith(("Deepseek", "Kimi"))]
+    if related:
+        logger.warning(
+            "vllm-kimi-eagle3 does not serve the target %s, only %s: EAGLE-3 runs as stock vLLM has it",
+            related[0],
+            " and ".join(sorted(TARGETS)),
+        )
 
 
 def _server_context(vllm_config: Any) -> Context | None:
