@@ -114,21 +114,17 @@ def drafter_files(
             if c.get("attention_bias"):
                 w |= {f"{a}.{x}_proj.bias": rand(n * dim) for x, n in (("q", 4), ("k", 2), ("v", 2))}
         else:
-            c |= {
-                "kv_lora_rank": 16,
-                "q_lora_rank": 20,
-                "qk_nope_head_dim": 12,
-                "qk_rope_head_dim": 8,
-                "v_head_dim": 10,
-            }
+            sizes = {"kv_lora_rank": 16, "q_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8}
+            c = {**sizes, "v_head_dim": 10, **c}
+            heads, rank, rope = c["num_attention_heads"], c["kv_lora_rank"], c["qk_rope_head_dim"]
             w |= {
                 f"{a}.q_a_proj.weight": rand(20, wide),
                 f"{a}.q_a_layernorm.weight": norm(20),
-                f"{a}.q_b_proj.weight": rand(4 * 20, 20),
-                f"{a}.kv_a_proj_with_mqa.weight": rand(24, wide),
-                f"{a}.kv_a_layernorm.weight": norm(16),
-                f"{a}.kv_b_proj.weight": rand(4 * 22, 16),
-                f"{a}.o_proj.weight": rand(width, 40),
+                f"{a}.q_b_proj.weight": rand(heads * (c["qk_nope_head_dim"] + rope), 20),
+                f"{a}.kv_a_proj_with_mqa.weight": rand(rank + rope, wide),
+                f"{a}.kv_a_layernorm.weight": norm(rank),
+                f"{a}.kv_b_proj.weight": rand(heads * (c["qk_nope_head_dim"] + c["v_head_dim"]), rank),
+                f"{a}.o_proj.weight": rand(width, heads * c["v_head_dim"]),
             }
         for n in ("input_layernorm", "post_attention_layernorm", *(["hidden_norm"] if i == 0 else [])):
             w[f"{p}.{n}.weight"] = norm(width)

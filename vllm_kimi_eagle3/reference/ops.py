@@ -188,7 +188,7 @@ class MLA:
     Args:
         config: the model's config.
         lora_norm_eps: epsilon of the norms on the two latents. vLLM uses rms_norm_eps; DeepSeek's own code and
-            Transformers always use 1e-6, which differs for Kimi-K2.5 (1e-5).
+            Transformers always use 1e-6, which differs where rms_norm_eps is another number.
     """
 
     def __init__(self, config: Mapping[str, Any], lora_norm_eps: float | None = None) -> None:
