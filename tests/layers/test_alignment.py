@@ -59,6 +59,8 @@ def test_the_key_follows_content():
     assert alignment.content_key(TARGET, {**DRAFTER, "torch_dtype": "float16"}, HEADERS) == KEY
     updated = {**DRAFTER, **config_updates(resolve(TARGET, DRAFTER), DRAFTER)}
     assert alignment.content_key(TARGET, updated, HEADERS) == KEY
+    renamed = {**TARGET, "text_config": {**TARGET["text_config"], "model_type": "deepseek_v3"}}
+    assert alignment.content_key(renamed, {**DRAFTER, "model_type": "eagle"}, HEADERS) == KEY
 
 
 @pytest.mark.parametrize(

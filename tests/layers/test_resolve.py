@@ -122,6 +122,24 @@ def test_the_default_triple_of_another_target_is_ambiguous():
     assert resolve(TEN, nested(1, 4, 6)).decided_by == "default triple"
 
 
+def test_a_known_producer_needs_all_of_its_marks():
+    marks = {"model_type": "kimi_k2", "architectures": ["Eagle3DeepseekV2ForCausalLM"]}
+    assert resolve(KIMI, {**nested(2, 30, 58), **marks}).decided_by == "known producer"
+    for missing in ({"model_type": "deepseek_v3"}, {"architectures": ["LlamaForCausalLMEagle3"]}):
+        assert resolve(KIMI, {**nested(2, 30, 58), **marks, **missing}).decided_by == "default triple"
+    # One mark off, and with another list, the producer's habit says nothing.
+    assert resolve(KIMI, {**nested(3, 30, 58), **marks}).decided_by == "ambiguous"
+
+
+def test_what_vllm_drops_from_a_speculators_config_is_not_read():
+    speculators = {"speculators_config": {}, "speculators_model_type": "eagle3", "transformer_layer_config": {}}
+    assert resolve(KIMI, {**speculators, **nested(3, 21, 44)}).decided_by == "default"
+    kept = {**speculators, "transformer_layer_config": nested(3, 21, 44)}
+    assert resolve(KIMI, kept).boundaries == (3, 21, 44)
+    # With a model_type vLLM loads it as an ordinary config and drops nothing.
+    assert resolve(KIMI, {**speculators, **nested(3, 21, 44), "model_type": "llama"}).boundaries == (3, 21, 44)
+
+
 def record(**changes) -> AlignmentRecord:
     made = AlignmentRecord("0" * 64, (3, 6, 8), 10, (4, 7, 9), "output", {"-1": 0.2, "0": 0.3, "1": 0.5})
     return dataclasses.replace(made, **changes)

@@ -38,6 +38,14 @@ def test_by_any_name(tmp_path, distribution, version):
     assert found(site(tmp_path, distribution, version)) == version
 
 
+def test_an_editable_build_of_a_fork(tmp_path):
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("raise RuntimeError\n")
+    assert found(tmp_path) == "None"
+    (tmp_path / "vllm" / "_version.py").write_text("__version__ = version = '0.27.1.dev3+g12ab'\n")
+    assert found(tmp_path) == "0.27.1.dev3+g12ab"
+
+
 def test_none_installed(tmp_path):
     assert found(tmp_path) == "None"
     (tmp_path / "vllm").mkdir()
