@@ -19,10 +19,14 @@ from typing import Any
 import torch
 
 from vllm_kimi_eagle3.reference import SpeculationTrace
+from vllm_kimi_eagle3.verify.capture import Call
+from vllm_kimi_eagle3.verify.drive import Served
 
 PROBE = Path(__file__).with_name("engine_probe.py")
-Request = tuple[Sequence[int], int, Sequence[int]]
-"""Prompt ids, max_tokens, stop token ids."""
+Request = tuple[Sequence[int], int, Sequence[int]] | tuple[Sequence[int], int, Sequence[int], int]
+"""Prompt ids, max_tokens, stop token ids, and the step before which it joins."""
+Round = Sequence[Request] | dict[str, Any]
+"""A batch; or one that a tamper spoils, {"requests": …, "tamper": …}."""
 
 
 class EngineFailed(AssertionError):
@@ -42,7 +46,7 @@ class EngineRun:
 
 def run_engine(
     target: Path,
-    rounds: Sequence[Sequence[Request]],
+    rounds: Sequence[Round],
     *,
     drafter: Path | None = None,
     k: int = 3,
@@ -51,6 +55,7 @@ def run_engine(
     cache: Path | None = None,
     env: dict[str, str] | None = None,
     speculative: dict[str, Any] | None = None,
+    toys: dict[str, Any] | None = None,
     **engine: Any,
 ) -> EngineRun:
     """Start an engine, run the rounds one after another, and return what it produced.
@@ -65,6 +70,7 @@ def run_engine(
         cache: ``VLLM_CACHE_ROOT``; a fresh one by default.
         env: further variables.
         speculative: further keys of the speculative configuration.
+        toys: arguments of ``tampers.captured_subsets``, to run it at the end.
         engine: further arguments of ``LLM``.
 
     Raises:
@@ -89,11 +95,12 @@ def run_engine(
         }
     with tempfile.TemporaryDirectory() as folder:
         job, out = Path(folder) / "job.json", Path(folder) / "result.pt"
-        job.write_text(json.dumps({"engine": {**arguments, **engine}, "rounds": rounds}))
+        job.write_text(json.dumps({"engine": {**arguments, **engine}, "rounds": rounds, "toys": toys}))
         done = subprocess.run(
             [sys.executable, str(PROBE), str(job), str(out)],
             env={
                 **os.environ,
+                "OMP_NUM_THREADS": "1",
                 "VLLM_CPU_KVCACHE_SPACE": "1",
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                 "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(separate_core)),
@@ -119,3 +126,14 @@ def counters(*traces: SpeculationTrace) -> dict[str, list[int]]:
         "num_accepted_tokens": [sum(t.accepted for t in traces)],
         "num_accepted_tokens_per_pos": [sum(c) for c in zip(*(t.accepted_per_position for t in traces), strict=True)],
     }
+
+
+def served_of(round_result: dict[str, Any], requests: Sequence[Request]) -> list[Served]:
+    """A round's requests with what came of them, as the comparison takes them."""
+    served = [
+        Served(f"r{i}", list(request[0]), output)
+        for i, (request, output) in enumerate(zip(requests, round_result["output_ids"], strict=True))
+    ]
+    for call in round_result["calls"]:
+        served[call["of"]].calls.append(Call(**{n: v for n, v in call.items() if n != "of"}))
+    return served
