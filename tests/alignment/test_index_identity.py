@@ -7,7 +7,6 @@ at config time (tests/layers), and here the engine's own error is on record.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +55,9 @@ def test_the_embeddings_are_not_to_be_had(toys: dict[str, Any]) -> None:
     assert toys["toys"]["embeddings"].startswith("TypeError")
 
 
-def test_a_signature_one_layer_off_is_seen(toys: dict[str, Any], pair: Callable[..., Any]) -> None:
+def test_a_signature_one_layer_off_is_seen(toys: dict[str, Any]) -> None:
     """The decoder of signatures itself: no two boundaries have the same one."""
     asked = {boundary for subset, _ in toys["toys"]["found"] for boundary in subset}
-    told = {(boundary, sign) for subset, signs in toys["toys"]["found"] for boundary, sign in zip(subset, signs)}
+    told = {pair for subset, signs in toys["toys"]["found"] for pair in zip(subset, signs, strict=True)}
     assert asked == set(range(1, LAYERS + 1))
     assert len({sign for _, sign in told}) == len(told) == LAYERS

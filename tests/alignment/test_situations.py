@@ -81,9 +81,7 @@ def test_text_is_the_reference_s(
 ) -> None:
     target = oracle("gqa", RIGHT, "float32").target
     for index, got in enumerate(run(setting).result["rounds"]):
-        for (prompt, tokens, *_), output in zip(
-            SETTINGS[setting].requests(index), got["output_ids"], strict=True
-        ):
+        for (prompt, tokens, *_), output in zip(SETTINGS[setting].requests(index), got["output_ids"], strict=True):
             assert output == greedy(target, prompt, tokens, max_model_len=128)
 
 

@@ -140,6 +140,13 @@ def captured_boundaries(runner: Any) -> list[int] | None:
     return None if layers is None else [int(i) for i in layers]
 
 
+def _received(recorder: _Recorder) -> tuple[Tensor, Tensor]:
+    """The ids and positions of the first pass that the drafter just ran."""
+    if recorder.received is None:
+        raise RuntimeError("the drafter ran without announcing its first pass: this vLLM is not known here")
+    return recorder.received
+
+
 def _record_v1(runner: Any, recorder: _Recorder) -> None:
     drafter = recorder.owner
     propose, first_pass = drafter.propose, drafter.set_inputs_first_pass
@@ -158,8 +165,7 @@ def _record_v1(runner: Any, recorder: _Recorder) -> None:
         last = kwargs.get("token_indices_to_sample", kwargs.get("last_token_indices"))
         ends = starts[1:] if last is None else [i + 1 for i in last.tolist()]
         drafts = propose(*args, **kwargs)
-        assert recorder.received is not None
-        ids, positions = recorder.received
+        ids, positions = _received(recorder)
         for i, request in enumerate(runner.input_batch.req_ids[: len(ends)]):
             span = slice(starts[i], ends[i])
             recorder.add(
@@ -192,8 +198,7 @@ def _record_v2(runner: Any, recorder: _Recorder) -> None:
         rejected = given["num_rejected"].tolist()
         recorder.received = None
         drafts = propose(input_batch, *args, **kwargs).clone()
-        assert recorder.received is not None, "the speculator did not announce its first pass"
-        ids, positions = recorder.received
+        ids, positions = _received(recorder)
         for i in range(input_batch.num_reqs):
             span = slice(starts[i], starts[i + 1] - rejected[i])
             scheduled = int(starts[i + 1] - starts[i])

@@ -16,7 +16,7 @@ twice that of the same-dtype reference.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -160,6 +160,7 @@ def compare(
     block_size: int,
     max_model_len: int,
     bar: float | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> Comparison:
     """Compare every recorded row, token id, position and draft with the oracle.
 
@@ -171,6 +172,7 @@ def compare(
         block_size: of the KV cache, in tokens; names a situation.
         max_model_len: names a situation.
         bar: replaces the one by dtype.
+        progress: told how many requests are compared.
     """
     boundaries = tuple(boundaries)
     names = situations_of(served, block_size, max_model_len)
@@ -179,7 +181,9 @@ def compare(
     floors: list[float] | None = None
     wrong = {"ours": 0, "reference": 0, "calls": 0}
     exact = dtype == "float32"
-    for one in served:
+    for done, one in enumerate(served):
+        if progress is not None and done:
+            progress(done)
         if not one.calls:
             problems.append(f"{one.name}: the drafter was never given anything")
             continue
@@ -212,6 +216,8 @@ def compare(
                 s.wrong_ids += index in wrong_calls
                 if expected is not None:
                     s.wrong_drafts = (s.wrong_drafts or 0) + off
+    if progress is not None:
+        progress(len(served))
     bars = [bar] * len(boundaries) if bar is not None else None
     if bars is None and not exact and floors is not None:
         bars = [2 * floor for floor in floors]
