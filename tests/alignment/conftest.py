@@ -76,6 +76,13 @@ class Setting:
         return list(entry["requests"]) if isinstance(entry, dict) else list(entry)
 
 
+# With this custom operator on, the compiled graph holds the overlay's own rotary function (C2).
+ROTARY = "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding.forward_cpu"
+COMPILED: dict[str, Any] = {
+    "additional_config": BY_RULE,
+    "enforce_eager": False,
+    "compilation_config": {"custom_ops": ["none", "+rotary_embedding"]},
+}
 EVERYTHING = (JOINING, ALONE[:1], ALONE[1:], TO_THE_LIMIT)
 SETTINGS: dict[str, Setting] = {
     "eager": Setting(
@@ -113,17 +120,10 @@ SETTINGS: dict[str, Setting] = {
     ),
     # Stock vLLM reads the nested ids raw, one boundary early (D7); the legacy schema keeps D11 out of the way.
     "stock": Setting("kimi_k25_legacy", "eagle3_gqa_nested", 3, (SHORT,), options={"overlay": "stock"}),
-    # With this custom operator on, the compiled graph holds the overlay's own rotary function (C2).
-    "compiled": Setting(
-        "kimi_k25",
-        "eagle3_gqa_nested",
-        3,
-        (JOINING, TO_THE_LIMIT),
-        options={
-            "additional_config": BY_RULE,
-            "enforce_eager": False,
-            "compilation_config": {"custom_ops": ["none", "+rotary_embedding"]},
-        },
+    "compiled": Setting("kimi_k25", "eagle3_gqa_nested", 3, (JOINING, TO_THE_LIMIT), options=COMPILED),
+    "compiled proxy": Setting("kimi_k25", "eagle3_gqa_nested", 3, (SHORT,), options={**COMPILED, "proxy": ROTARY}),
+    "eager proxy": Setting(
+        "kimi_k25", "eagle3_gqa_nested", 3, (SHORT,), options={"additional_config": BY_RULE, "proxy": ROTARY}
     ),
 }
 

@@ -11,7 +11,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ def run_engine(
     env: dict[str, str] | None = None,
     speculative: dict[str, Any] | None = None,
     toys: dict[str, Any] | None = None,
+    proxy: str | None = None,
     **engine: Any,
 ) -> EngineRun:
     """Start an engine, run the rounds one after another, and return what it produced.
@@ -71,11 +73,61 @@ def run_engine(
         env: further variables.
         speculative: further keys of the speculative configuration.
         toys: arguments of ``tampers.captured_subsets``, to run it at the end.
+        proxy: what the overlay is to replace by a wrapt proxy; see ``tampers.replace_by_proxies``.
         engine: further arguments of ``LLM``.
 
     Raises:
         EngineFailed: it ended with an error.
     """
+    with tempfile.TemporaryDirectory() as folder:
+        job = {"rounds": rounds, "toys": toys, "proxy": proxy}
+        settings = {"overlay": overlay, "separate_core": separate_core, "cache": cache, "env": env}
+        arguments = {**_arguments(target, drafter, k, speculative), **engine}
+        command, environment = _write(Path(folder), {**job, "engine": arguments}, **settings)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+        log = done.stdout + done.stderr
+        if done.returncode != 0:
+            raise EngineFailed(log)
+        return EngineRun(torch.load(Path(folder) / "result.pt", weights_only=True), log)
+
+
+@contextmanager
+def timed_engine(
+    target: Path, requests: Sequence[Request], *, drafter: Path, k: int = 3, overlay: str = "on", **engine: Any
+) -> Iterator[Callable[[], float]]:
+    """An engine that waits; each call of what this yields serves the requests once.
+
+    Yields:
+        A function that returns the processor seconds a step of the engine took.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = {**_arguments(target, drafter, k, None), **engine}
+        job = {"rounds": [], "timed": requests, "engine": arguments}
+        command, environment = _write(Path(folder), job, overlay=overlay)
+        log = Path(folder) / "log"
+        with log.open("w") as stderr:
+            process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True
+            )
+        assert process.stdin is not None and process.stdout is not None
+
+        def serve() -> float:
+            process.stdin.write("go\n")
+            process.stdin.flush()
+            for line in process.stdout:
+                if line.startswith("TIMED "):
+                    return float(line.split()[1])
+            raise EngineFailed(log.read_text())
+
+        try:
+            yield serve
+        finally:
+            process.stdin.close()
+            process.stdout.read()
+            process.wait(timeout=60)
+
+
+def _arguments(target: Path, drafter: Path | None, k: int, speculative: dict[str, Any] | None) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "model": str(target),
         "dtype": "float32",
@@ -93,29 +145,30 @@ def run_engine(
             "num_speculative_tokens": k,
             **(speculative or {}),
         }
-    with tempfile.TemporaryDirectory() as folder:
-        job, out = Path(folder) / "job.json", Path(folder) / "result.pt"
-        job.write_text(json.dumps({"engine": {**arguments, **engine}, "rounds": rounds, "toys": toys}))
-        done = subprocess.run(
-            [sys.executable, str(PROBE), str(job), str(out)],
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "VLLM_CPU_KVCACHE_SPACE": "1",
-                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(separate_core)),
-                "VLLM_CACHE_ROOT": str(cache or Path(folder) / "cache"),
-                "VLLM_KIMI_EAGLE3": overlay,
-                **(env or {}),
-            },
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-        log = done.stdout + done.stderr
-        if done.returncode != 0:
-            raise EngineFailed(log)
-        return EngineRun(torch.load(out, weights_only=True), log)
+    return arguments
+
+
+def _write(
+    folder: Path,
+    job: dict[str, Any],
+    *,
+    overlay: str,
+    separate_core: bool = False,
+    cache: Path | None = None,
+    env: dict[str, str] | None = None,
+) -> tuple[list[str], dict[str, str]]:
+    """Write the job; returns the probe's command line and environment."""
+    (folder / "job.json").write_text(json.dumps(job))
+    return [sys.executable, str(PROBE), str(folder / "job.json"), str(folder / "result.pt")], {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(separate_core)),
+        "VLLM_CACHE_ROOT": str(cache or folder / "cache"),
+        "VLLM_KIMI_EAGLE3": overlay,
+        **(env or {}),
+    }
 
 
 def counters(*traces: SpeculationTrace) -> dict[str, list[int]]:

@@ -3,10 +3,11 @@
 
     python engine_probe.py JOB.json RESULT.pt
 
-The job: ``engine`` (arguments of LLM), ``rounds``, ``toys`` and ``revert`` (take the overlay back at the end and report
-what is left). A round is a list of requests [prompt_ids, max_tokens, stop_token_ids, joins_at] that run as one batch,
-or {"requests": such a list, "tamper": a name in ``TAMPERS``}. The drafter's calls are recorded where the engine core
-lives in this process.
+The job: ``engine`` (arguments of LLM), ``rounds``, ``toys`` (see ``tampers.captured_subsets``), ``proxy`` (a target of
+the overlay's to replace by a wrapt proxy) and ``timed`` (a list of requests to serve once for each line of stdin). A
+round is a list of requests [prompt_ids, max_tokens, stop_token_ids, joins_at] that run as one batch, or {"requests":
+such a list, "tamper": a name in ``TAMPERS``}. The drafter's calls are recorded where the engine core lives in this
+process.
 """
 
 from __future__ import annotations
@@ -35,14 +36,35 @@ def model_runner(llm: LLM) -> Any:
     return core and core.model_executor.driver_worker.worker.model_runner
 
 
+def serve_on_demand(llm: LLM, requests: list[Request]) -> None:
+    """For each line of stdin serve the requests, unobserved, and print the processor seconds a step took."""
+    driver = Driver(llm.llm_engine, record=False)
+    steps = 0
+    step = llm.llm_engine.step
+
+    def counting() -> Any:
+        nonlocal steps
+        steps += 1
+        return step()
+
+    llm.llm_engine.step = counting  # type: ignore[method-assign]
+    for _ in sys.stdin:
+        steps = 0
+        began = time.process_time()
+        driver.run(requests)
+        print(f"TIMED {(time.process_time() - began) / steps}", flush=True)
+
+
 def main(job_file: str, result_file: str) -> None:
     job = json.loads(Path(job_file).read_text())
     began = time.monotonic()
+    if job.get("proxy"):
+        tampers.replace_by_proxies(job["proxy"])
     llm = LLM(**job["engine"])
     runner = model_runner(llm)
     result: dict[str, Any] = {"rounds": [], "in_process": runner is not None, "start_s": time.monotonic() - began}
     observed = runner is not None and getattr(runner, "drafter", getattr(runner, "speculator", None)) is not None
-    driver = Driver(llm.llm_engine, record=observed)
+    driver = Driver(llm.llm_engine, record=observed and not job.get("timed"))
     result |= driver.info
     for entry in job["rounds"]:
         requests, tamper = (entry["requests"], entry["tamper"]) if isinstance(entry, dict) else (entry, None)
@@ -59,6 +81,8 @@ def main(job_file: str, result_file: str) -> None:
                 "calls": [{**vars(call), "of": i} for i, s in enumerate(served) for call in s.calls],
             }
         )
+    if job.get("timed"):
+        serve_on_demand(llm, [Request(*request) for request in job["timed"]])
     if job.get("toys"):
         result["toys"] = tampers.captured_subsets(llm, runner, **job["toys"])
     activation = sys.modules.get("vllm_kimi_eagle3.activation")

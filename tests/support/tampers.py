@@ -94,6 +94,28 @@ TAMPERS: dict[str, Callable[[Any], Undo]] = {
 }
 
 
+def replace_by_proxies(target: str) -> None:
+    """From now on the overlay replaces ``target`` by a wrapt proxy around the original, which calls what it would put.
+
+    In eager mode that is as good. Dynamo, though, looks through a proxy at the function behind it.
+    """
+    import wrapt
+
+    from vllm_kimi_eagle3.patching.patcher import Installer
+
+    replace: Any = Installer.replace
+
+    def by_proxy(self: Any, name: str, new: Any) -> Any:
+        if name != target:
+            return replace(self, name, new)
+        proxy = wrapt.FunctionWrapper(
+            self.original(name), lambda _, instance, args, kwargs: new(instance, *args, **kwargs)
+        )
+        return replace(self, name, proxy)
+
+    Installer.replace = by_proxy  # type: ignore[method-assign]
+
+
 def captured_subsets(llm: Any, runner: Any, layers: int, prompt: list[int]) -> dict[str, Any]:
     """For every subset of boundaries 1..layers: which boundary each captured state is, by its signature.
 
