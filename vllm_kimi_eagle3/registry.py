@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from vllm_kimi_eagle3.fixes import (
     cache_key,
+    chunk_end_token,
     cpu_attention_block_size,
     cpu_kernel_rebinding,
     cpu_rotary_embedding,
@@ -24,6 +25,7 @@ FIXES: tuple[Fix, ...] = (
     layer_rule.FIX,
     cache_key.FIX,
     image_placeholder.FIX,
+    chunk_end_token.FIX,
     cpu_kernel_rebinding.FIX,
     cpu_rotary_embedding.FIX,
     cpu_attention_block_size.FIX,

@@ -83,6 +83,14 @@ COMPILED: dict[str, Any] = {
     "enforce_eager": False,
     "compilation_config": {"custom_ops": ["none", "+rotary_embedding"]},
 }
+# The CPU platform switches chunked prefill and prefix caching off with MLA (C4), but not with ordinary attention.
+WITHOUT_MLA = {} if ON_GPU else {"VLLM_MLA_DISABLE": "1"}
+CHUNKED: dict[str, Any] = {
+    "max_num_batched_tokens": 37,
+    "enable_chunked_prefill": True,
+    "enable_prefix_caching": True,
+    "block_size": 32,
+}
 EVERYTHING = (JOINING, ALONE[:1], ALONE[1:], TO_THE_LIMIT)
 SETTINGS: dict[str, Setting] = {
     "eager": Setting(
@@ -100,26 +108,27 @@ SETTINGS: dict[str, Setting] = {
         (CROWD, TO_THE_LIMIT),
         options={"additional_config": BY_RULE, "num_gpu_blocks_override": 24},
     ),
-    # The CPU platform switches chunked prefill and prefix caching off with MLA, but not with ordinary attention.
     # The odd number of tokens a step leaves one for the last of many requests: a decode of one token.
     "chunked": Setting(
         "deepseek_v3",
         "eagle3_gqa_nested",
         1,
         (CROWD, SAME_TWICE, SAME_TWICE, TO_THE_LIMIT),
-        options={
-            "additional_config": BY_RULE,
-            "max_num_batched_tokens": 37,
-            "enable_chunked_prefill": True,
-            "enable_prefix_caching": True,
-        },
-        env={} if ON_GPU else {"VLLM_MLA_DISABLE": "1"},
+        options={"additional_config": BY_RULE, **CHUNKED},
+        env=WITHOUT_MLA,
     ),
     "bf16": Setting(
         "kimi_k25", "eagle3_gqa_nested", 3, (JOINING,), dtype="bfloat16", options={"additional_config": BY_RULE}
     ),
     # Stock vLLM reads the nested ids raw, one boundary early (D7); the legacy schema keeps D11 out of the way.
-    "stock": Setting("kimi_k25_legacy", "eagle3_gqa_nested", 3, (SHORT,), options={"overlay": "stock"}),
+    "stock": Setting(
+        "kimi_k25_legacy",
+        "eagle3_gqa_nested",
+        3,
+        (SHORT, SAME_TWICE),
+        options={"overlay": "stock", **CHUNKED},
+        env=WITHOUT_MLA,
+    ),
     "compiled": Setting("kimi_k25", "eagle3_gqa_nested", 3, (JOINING, TO_THE_LIMIT), options=COMPILED),
     "compiled proxy": Setting("kimi_k25", "eagle3_gqa_nested", 3, (SHORT,), options={**COMPILED, "proxy": ROTARY}),
     "eager proxy": Setting(
