@@ -43,9 +43,9 @@ TEXTS = (
 )
 HF_BYTES = 8 << 30
 """Largest target for which ``auto`` computes a reference from the checkpoint: beyond it a CPU takes too long."""
-WHOLE_BYTES = 192 << 20
+WHOLE_BYTES = 128 << 20
 """Largest checkpoint that is held whole, converted to float32 (and once more in its own dtype)."""
-ROW_BYTES = 512 << 20
+ROW_BYTES = 256 << 20
 """Most memory for recorded rows."""
 
 

@@ -83,6 +83,8 @@ class Comparison:
 
     situations: dict[str, Situation]
     problems: list[str]
+    rows: int = 0
+    """Rows compared; a row counts in each of its situations, but here once."""
 
     @property
     def ok(self) -> bool:
@@ -179,6 +181,7 @@ def compare(
     problems: list[str] = []
     situations: dict[str, Situation] = {}
     floors: list[float] | None = None
+    total = 0
     wrong = {"ours": 0, "reference": 0, "calls": 0}
     exact = dtype == "float32"
     for done, one in enumerate(served):
@@ -210,6 +213,7 @@ def compare(
                 problems.append(f"{one.name}: rows of {call.rows.shape[1]} numbers, expected {rows.shape[1]}")
                 continue
             errors = _errors(call.rows.float(), rows, len(boundaries))
+            total += len(errors)
             for name in names[id(call)]:
                 s = situations.setdefault(name, Situation(name, boundaries, errors=[0.0] * len(boundaries)))
                 _add(s, call, errors)
@@ -231,7 +235,7 @@ def compare(
             f"{wrong['ours']} of {wrong['calls']} drafter calls proposed other tokens than the reference, which itself"
             f" proposes other ones at {wrong['reference']} in {dtype}"
         )
-    return Comparison(situations, problems[:_MOST_PROBLEMS])
+    return Comparison(situations, problems[:_MOST_PROBLEMS], total)
 
 
 def _errors(got: Tensor, want: Tensor, count: int) -> Tensor:

@@ -71,6 +71,7 @@ def to_json(facts: Facts, comparison: Comparison) -> dict[str, Any]:
     return {
         "ok": comparison.ok,
         "max_relative_error": comparison.max_relative_error,
+        "rows": comparison.rows,
         "situations": [s.to_json() for s in comparison.situations.values()],
         "not_reached": not_reached(comparison),
         "problems": comparison.problems,
@@ -87,9 +88,8 @@ def not_reached(comparison: Comparison) -> list[str]:
 def verdict(facts: Facts, comparison: Comparison) -> str:
     """One sentence."""
     if comparison.ok:
-        rows = sum(s.rows for s in comparison.situations.values())
         return (
-            f"right: {rows} rows in {len(comparison.situations)} situations equal the reference"
+            f"right: {comparison.rows} rows in {len(comparison.situations)} situations equal the reference"
             f" ({facts.reference}), largest relative error {comparison.max_relative_error:.1e}"
         )
     wrong = [s.name for s in comparison.situations.values() if not s.ok]
