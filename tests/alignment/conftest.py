@@ -143,13 +143,24 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
-def run(pair: dict[str, Path]) -> Callable[[str], EngineRun]:
+def model_records(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A ``VLLM_CACHE_ROOT`` that eager engines share: it saves each a process that only looks at the model's class.
+
+    Nothing compiled is in it, so nothing of one engine can reach another.
+    """
+    return tmp_path_factory.mktemp("model-records")
+
+
+@pytest.fixture(scope="session")
+def run(pair: dict[str, Path], model_records: Path) -> Callable[[str], EngineRun]:
     """The run of a setting, made once."""
 
     @cache
     def made(name: str) -> EngineRun:
         s = SETTINGS[name]
         options = {"max_model_len": MAX_MODEL_LEN, "dtype": s.dtype, **s.options}
+        if options.get("enforce_eager", True):
+            options["cache"] = model_records
         return run_engine(pair[s.target], s.rounds, drafter=pair[s.drafter], k=s.k, env=s.env, **options)
 
     return made

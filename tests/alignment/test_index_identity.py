@@ -21,7 +21,9 @@ CONFIGURED = [1, 5, 10]
 
 
 @pytest.fixture(scope="module", params=["deepseek_v3", "kimi_k25"])
-def toys(request: pytest.FixtureRequest, pair: dict[str, Path], tmp_path_factory: Any) -> dict[str, Any]:
+def toys(
+    request: pytest.FixtureRequest, pair: dict[str, Path], model_records: Path, tmp_path_factory: Any
+) -> dict[str, Any]:
     target = sign_layers(pair[request.param], tmp_path_factory.mktemp("toy") / "target")
     done = run_engine(
         target,
@@ -29,6 +31,7 @@ def toys(request: pytest.FixtureRequest, pair: dict[str, Path], tmp_path_factory
         drafter=pair["eagle3_gqa_boundary"],
         max_model_len=64,
         dtype=DTYPE,
+        cache=model_records,
         additional_config={"kimi_eagle3": {"layer_ids": CONFIGURED, "layer_rule": "boundary"}},
         toys={"layers": LAYERS, "prompt": PROMPTS[0][:5]},
     )

@@ -180,13 +180,10 @@ def html(facts: Facts, comparison: Comparison) -> str:
     """
     from jinja2 import Environment
 
-    width = _LEFT + 800
+    width = _LEFT + 825  # room for the last position's number
     panels = [_panel(s) for s in comparison.situations.values()]
-    decades = (-4.0, -3.0, -2.0, -1.0, -0.3, 0.3, 1.0, 2.0)
-    scale = [
-        (_LEFT + 95 * i, _colour(10**d, 1.0), f"{'bar ×' if i == 0 else '×'} {10**d:.1g}")
-        for i, d in enumerate(decades)
-    ]
+    ratios = ("0.0001", "0.001", "0.01", "0.1", "0.5", "2", "10", "100")
+    scale = [(_LEFT + 95 * i, _colour(float(r), 1.0), f"{'bar ' if i == 0 else ''}× {r}") for i, r in enumerate(ratios)]
     template = Environment(autoescape=True).from_string(_TEMPLATE)
     return template.render(
         ok=comparison.ok,
