@@ -6,7 +6,7 @@ is cut into a training and a held-out part *by file* (a file's hash decides), so
 neighbour of the same module in training. Repeated docstrings are dropped. The text is a pure function of the wheels;
 its sha256 is pinned below and checked.
 
-    python corpus.py OUT_DIR        # writes OUT_DIR/train.txt.xz and OUT_DIR/heldout.json.xz
+    python corpus.py OUT_DIR        # writes OUT_DIR/train.txt.xz and OUT_DIR/heldout_documents.json.xz
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def build(out_dir: Path) -> None:
     held_out_raw = json.dumps(held_out, indent=0).encode()
     for name, data, pinned in (
         ("train.txt", train, TRAIN_SHA256),
-        ("heldout.json", held_out_raw, HELD_OUT_SHA256),
+        ("heldout_documents.json", held_out_raw, HELD_OUT_SHA256),
     ):
         digest = hashlib.sha256(data).hexdigest()
         print(f"{name}: {len(data):,} bytes, sha256 {digest}")

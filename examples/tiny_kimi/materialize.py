@@ -35,6 +35,7 @@ VARIANTS: dict[str, str] = {
     "eagle3_gqa_boundary": "GQA drafter, ids at the top level under the boundary rule",
     "eagle3_mla_nested": "MLA drafter, ids nested in eagle_config under the output rule",
     "eagle3_mla_boundary": "MLA drafter, ids at the top level under the boundary rule",
+    "eagle3_mla_nested_v3": "as eagle3_mla_nested, but model_type deepseek_v3, which stock vLLM takes for an MTP head",
 }
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
@@ -150,12 +151,13 @@ def kimi_config(legacy: bool = False) -> dict[str, Any]:
     return _KIMI | extra | {"text_config": text_config(), "vision_config": vision}
 
 
-def drafter_config(kind: str, rule: str) -> dict[str, Any]:
+def drafter_config(kind: str, rule: str, model_type: str | None = None) -> dict[str, Any]:
     """A drafter's config.
 
     Args:
         kind: "gqa" (LlamaForCausalLMEagle3) or "mla" (Eagle3DeepseekV2ForCausalLM).
         rule: "nested" (output rule, as SpecForge writes it) or "boundary" (boundary rule, top level).
+        model_type: default "llama" for GQA, and "kimi_k2" for MLA, which vLLM reads as a DeepSeek-V3 config.
     """
     shared: dict[str, Any] = {
         "vocab_size": 320,
@@ -188,7 +190,6 @@ def drafter_config(kind: str, rule: str) -> dict[str, Any]:
             "pretraining_tp": 1,
         }
     elif kind == "mla":
-        # "kimi_k2" is what a drafter made for Kimi-K2 says. vLLM reads it as a DeepSeek-V3 config.
         config = {"architectures": ["Eagle3DeepseekV2ForCausalLM"], "model_type": "kimi_k2"} | shared
         config |= {
             "num_attention_heads": 4,
@@ -199,11 +200,11 @@ def drafter_config(kind: str, rule: str) -> dict[str, Any]:
             "qk_rope_head_dim": 64,
             "v_head_dim": 32,
             "intermediate_size": 384,
-            "first_k_dense_replace": 1,
-            "n_routed_experts": None,
         }
     else:
         raise ValueError(f"drafter kind {kind!r}: expected 'gqa' or 'mla'")
+    if model_type is not None:
+        config["model_type"] = model_type
     if rule == "nested":
         config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": OUTPUT_IDS, "use_aux_hidden_state": True}
     elif rule == "boundary":
@@ -253,7 +254,8 @@ def materialize(out_dir: str | os.PathLike[str], source: str | os.PathLike[str] 
 
     prefix = "language_model."
     with safe_open(weights, framework="pt") as file:
-        text = {name.removeprefix(prefix): file.get_tensor(name) for name in file.keys() if name.startswith(prefix)}
+        names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118, the file is no mapping
+        text = {name.removeprefix(prefix): file.get_tensor(name) for name in names}
     save_file(text, folders["deepseek_v3"] / "model.safetensors", metadata={"format": "pt"})
     _write_json(folders["deepseek_v3"] / "config.json", text_config())
 
@@ -261,11 +263,11 @@ def materialize(out_dir: str | os.PathLike[str], source: str | os.PathLike[str] 
         for file_name in _TOKENIZER_FILES:
             shutil.copyfile(checkpoint / file_name, folders[name] / file_name)
 
-    for kind in ("gqa", "mla"):
-        for rule in ("nested", "boundary"):
-            folder = folders[f"eagle3_{kind}_{rule}"]
+    for name, folder in folders.items():
+        if name.startswith("eagle3_"):
+            _, kind, rule, *v3 = name.split("_")
             _place(base / f"drafter_{kind}" / "model.safetensors", folder / "model.safetensors")
-            _write_json(folder / "config.json", drafter_config(kind, rule))
+            _write_json(folder / "config.json", drafter_config(kind, rule, "deepseek_v3" if v3 else None))
     return folders
 
 

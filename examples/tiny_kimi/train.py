@@ -43,7 +43,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from tqdm import tqdm
 
-# ---------------------------------------------------------------- the pair's shape; materialize.py's configs say the same
+# ---------------------------------------------------------------- the pair's shape, as in materialize.py's configs
 VOCAB = 320
 HIDDEN = 256
 LAYERS = 10
@@ -288,7 +288,7 @@ class Target(nn.Module):
         self.lm_head = linear(HIDDEN, VOCAB)
 
     def forward(self, ids: torch.Tensor, boundaries: tuple[int, ...] = (), caches=None, start: int = 0):
-        """Ids (B, T) -> logits (B, T, vocab), the streams at `boundaries` in that order, loads (MoE layers, experts)."""
+        """Ids (B, T) -> logits (B, T, vocab), the streams at `boundaries` in order, loads (MoE layers, experts)."""
         positions = torch.arange(start, start + ids.shape[1], device=ids.device)
         x = self.model.embed_tokens(ids)
         streams, loads = [x], []
@@ -356,7 +356,7 @@ class Drafter(nn.Module):
 def load_corpus(folder: Path) -> tuple[np.ndarray, list[dict[str, str]]]:
     """The training stream as int16 ids (a part of it in chat form), and the held-out documents."""
     raw = lzma.decompress((folder / "train.txt.xz").read_bytes())
-    held_out = json.loads(lzma.decompress((folder / "heldout.json.xz").read_bytes()))
+    held_out = json.loads(lzma.decompress((folder / "heldout_documents.json.xz").read_bytes()))
     stream = np.frombuffer(raw, np.uint8).astype(np.int16)
     stream[stream == 0] = EOS
     # A slice of the documents again as one-turn chats, so that the chat template means something to the target.
@@ -420,7 +420,8 @@ def train_target(stream: torch.Tensor, steps: int, batch: int, limit_s: float) -
             each = (time.perf_counter() - start) / 100
             steps = min(steps, 200 + int(limit_s / each))
             bar.total = steps
-            print(f"target: {each * 1e3:.1f} ms a step, {batch * CONTEXT / each:,.0f} tokens/s; {steps} steps", flush=True)
+            rate = batch * CONTEXT / each
+            print(f"target: {each * 1e3:.1f} ms a step, {rate:,.0f} tokens/s; {steps} steps", flush=True)
         for group in opt.param_groups:
             group["lr"] = schedule(step, steps, TARGET_LR, 200)
         loss, loads = compiled(crops(stream, batch, CONTEXT + 1, generator))
@@ -471,8 +472,8 @@ def generate(model: Target, prompts: torch.Tensor, length: int, sampled: torch.T
         logits = model(rows[:, start:end], caches=caches, start=start)[0][:, -1].float()
         best = logits.argmax(-1, keepdim=True)
         if sampled is not None:
-            noise = -torch.log(-torch.log(torch.rand_like(logits).clamp_min(1e-20)).clamp_min(1e-20))
-            best = torch.where(sampled, (logits / 0.7 + noise).argmax(-1, keepdim=True), best)
+            gumbel = -torch.empty_like(logits).exponential_().log()
+            best = torch.where(sampled, (logits / 0.7 + gumbel).argmax(-1, keepdim=True), best)
         rows[:, end : end + 1] = best
         start = end
     return rows
@@ -788,10 +789,10 @@ def main() -> None:
     parser.add_argument("--target", type=Path, help="take the target from this checkpoint")
     parser.add_argument("--drafters", type=Path, help="take the drafters from this folder (drafter_gqa.safetensors, …)")
     parser.add_argument("--target-steps", type=int, default=3900)
-    parser.add_argument("--target-seconds", type=float, default=170)
-    parser.add_argument("--drafter-steps", type=int, default=4000)
-    parser.add_argument("--drafter-seconds", type=float, default=100)
-    parser.add_argument("--rounds", type=int, default=12, help="rounds of the target's own text")
+    parser.add_argument("--target-seconds", type=float, default=300)
+    parser.add_argument("--drafter-steps", type=int, default=2000)
+    parser.add_argument("--drafter-seconds", type=float, default=300)
+    parser.add_argument("--rounds", type=int, default=6, help="rounds of the target's own text")
     parser.add_argument("--batch-scale", type=float, default=1.0, help="below 1 to try the script on a small machine")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -801,7 +802,7 @@ def main() -> None:
     began = time.perf_counter()
     ids, held_out = load_corpus(args.corpus)
     stream = torch.from_numpy(ids).to(device)
-    print(f"corpus: {len(ids):,} tokens, {len(held_out)} held-out files ({time.perf_counter() - began:.0f} s)", flush=True)
+    print(f"corpus: {len(ids):,} tokens, {len(held_out)} held-out files", flush=True)
     report: dict[str, object] = {"torch": torch.__version__, "device": str(device), "seed": SEED}
     if device.type == "cuda":
         report["device"] = torch.cuda.get_device_name()
@@ -830,7 +831,7 @@ def main() -> None:
     else:
         own = own_text(target, stream, args.rounds, scaled(4096))
         print(f"own text: {own.numel():,} tokens ({time.perf_counter() - began:.0f} s)", flush=True)
-        for row in own[1:400:97].tolist():
+        for row in own[:4].tolist():
             print("    ", repr("".join(chr(t) if t < 256 else f"<{t}>" for t in row[:200])))
         counts = torch.bincount(own.flatten().long(), minlength=VOCAB) + 1e-6 * torch.bincount(
             stream[: 10**7].long(), minlength=VOCAB
