@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoint folders (config.json plus safetensors) as plain dicts and tensors.
+
+Knows the two target layouts, DeepSeek-V3's own and Kimi-K2.5's wrapper (``text_config`` and ``language_model.``), and
+drafters as SpecForge writes them. Reads safetensors only, so nothing is ever unpickled. Quantised weights are refused:
+a reference that dequantised in its own way would answer a different question from the one asked.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+_QUANTISED = (".weight_scale", ".weight_scale_inv", ".weight_packed", ".qweight", ".weight_shape")
+_WRAPPER_ONLY = ("vision_tower.", "mm_projector.")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A language model's config and weights, whatever wrapped them.
+
+    Attributes:
+        folder: where it was read from, for error messages.
+        config: config.json, or its ``text_config`` for a wrapper checkpoint.
+        weights: tensors by name, ``language_model.`` removed and ``midlayer.`` spelt ``layers.0.``.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    weights: Mapping[str, Tensor]
+
+
+class _Weights(Mapping[str, Tensor]):
+    """Tensors read from their file on each access, so that one layer at a time can pass through memory."""
+
+    def __init__(self, files: dict[str, tuple[Path, str]], dtype: torch.dtype) -> None:
+        self._files = files
+        self._dtype = dtype
+
+    def __getitem__(self, name: str) -> Tensor:
+        path, stored = self._files[name]
+        with safe_open(path, framework="pt") as f:
+            tensor: Tensor = f.get_tensor(stored)
+        if not tensor.is_floating_point():
+            return tensor  # d2t and t2d are integers and booleans
+        # The router's bias stays float32 in every engine: rounded, it would move the choice of experts.
+        return tensor.to(torch.float32 if name.endswith("e_score_correction_bias") else self._dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+def load_checkpoint(folder: str | Path, *, dtype: torch.dtype = torch.float32, lazy: bool = False) -> Checkpoint:
+    """Read a checkpoint folder.
+
+    Args:
+        folder: holds config.json and ``*.safetensors`` files, with an index or not.
+        dtype: floating point tensors are converted to this.
+        lazy: read each tensor on each access, for models that do not fit in memory.
+
+    Raises:
+        FileNotFoundError: no config.json, or no safetensors file.
+        ValueError: two files hold the same tensor, or the weights are quantised.
+    """
+    folder = Path(folder)
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        names: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        paths = sorted({folder / file for file in names.values()})
+    else:
+        paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise FileNotFoundError(f"{folder}: no *.safetensors file; other formats are not read")
+
+    files: dict[str, tuple[Path, str]] = {}
+    for path in paths:
+        with safe_open(path, framework="pt") as f:
+            for stored in f.keys():  # noqa: SIM118 (not a dict)
+                if stored.endswith(_QUANTISED):
+                    raise ValueError(f"{path}: {stored} belongs to a quantised checkpoint; give an unquantised one")
+                name = _plain_name(stored)
+                if name is None:
+                    continue
+                if name in files:
+                    raise ValueError(f"{folder}: {name} is in {files[name][0].name} and in {path.name}")
+                files[name] = (path, stored)
+    weights = _Weights(files, dtype)
+    return Checkpoint(folder, config.get("text_config", config), weights if lazy else dict(weights))
+
+
+def _plain_name(stored: str) -> str | None:
+    """The name in a plain checkpoint, or None for the wrapper's vision part."""
+    if stored.startswith(_WRAPPER_ONLY):
+        return None
+    name = stored.removeprefix("language_model.")
+    return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
