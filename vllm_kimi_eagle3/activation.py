@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -52,9 +53,9 @@ _RECORD_KEYS = frozenset({"plan", "version", "fixes"})
 ENGINE = Engine(FIXES)
 """This process's fixes."""
 
-_gates: list[tuple[Any, str, Any, Any]] = []
-_gate_errors: list[str] = []
 _lock = threading.RLock()
+_enabled = False
+"""False after :func:`remove`: a module that is imported later is then left as it is."""
 _announced: set[str] = set()
 
 
@@ -79,47 +80,25 @@ def mode() -> str:
 
 def install_gates() -> None:
     """Wrap the four methods, each once its module is imported. Idempotent and thread-safe."""
+    global _enabled
     with _lock:
-        if _gates:
-            return
-        for module, class_name, attribute, gate in (
-            ("vllm.config.speculative", "SpeculativeConfig", "__post_init__", _speculative_config_gate),
-            ("vllm.config.vllm", "VllmConfig", "__post_init__", _vllm_config_gate),
-            ("vllm.v1.worker.worker_base", "WorkerWrapperBase", "init_worker", _init_worker_gate),
-            ("vllm.v1.worker.worker_base", "WorkerWrapperBase", "init_device", _init_device_gate),
-        ):
-            wrapt.register_post_import_hook(_installer_of_gate(class_name, attribute, gate), module)
+        _enabled = True
+        for gate in _GATES:
+            if gate.module in sys.modules:
+                gate.wrap(sys.modules[gate.module])
+            elif gate not in _hooked:
+                _hooked.append(gate)
+                wrapt.register_post_import_hook(gate.wrap, gate.module)
 
 
 def remove() -> list[str]:
     """Take back every fix and every gate. Returns what had to stay because somebody patched over it."""
+    global _enabled
     with _lock:
-        left = ENGINE.revert()
-        for owner, attribute, original, ours in reversed(_gates):
-            if vars(owner).get(attribute) is ours:
-                setattr(owner, attribute, original)
-            else:
-                left.append(f"{owner.__name__}.{attribute} was replaced by somebody else; left as it is")
-        _gates.clear()
+        _enabled = False
+        left = ENGINE.revert() + [sentence for gate in reversed(_GATES) for sentence in gate.unwrap()]
         _announced.clear()
         return left
-
-
-def _installer_of_gate(class_name: str, attribute: str, gate: Callable[..., Any]) -> Callable[[Any], None]:
-    def install(module: Any) -> None:
-        # An exception in a post-import hook would fail vLLM's import, for every model.
-        try:
-            owner = getattr(module, class_name)
-            original = vars(owner)[attribute]
-            ours = wrapt.FunctionWrapper(original, gate)
-            setattr(owner, attribute, ours)
-            _gates.append((owner, attribute, original, ours))
-        except Exception as error:
-            _gate_errors.append(
-                f"{module.__name__}.{class_name}.{attribute} cannot be wrapped ({type(error).__name__}: {error})"
-            )
-
-    return install
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -150,7 +129,23 @@ def _speculative_context(speculative_config: Any) -> Context | None:
     guessed = speculative_config.method is None and "eagle3" in model and "eagle-" not in model
     if speculative_config.method != "eagle3" and not guessed:
         return None
-    return _context(speculative_config.target_model_config, eagle3=True)
+    target = speculative_config.target_model_config
+    context = _context(target, eagle3=True)
+    if context is None:
+        _say_if_related(target)
+    return context
+
+
+def _say_if_related(model_config: Any) -> None:
+    """A relative of our targets is left alone like everybody else, but its user may believe otherwise."""
+    architectures = getattr(getattr(model_config, "hf_config", None), "architectures", None) or []
+    related = [name for name in architectures if name.startswith(("Deepseek", "Kimi"))]
+    if related:
+        logger.warning(
+            "vllm-kimi-eagle3 does not serve the target %s, only %s: EAGLE-3 runs as stock vLLM has it",
+            related[0],
+            " and ".join(sorted(TARGETS)),
+        )
 
 
 def _server_context(vllm_config: Any) -> Context | None:
@@ -194,6 +189,55 @@ def _init_device_gate(wrapped: Callable[..., Any], instance: Any, args: Any, kwa
     # A worker process of its own registers plugins inside init_worker, too late for that gate.
     prepare_worker(instance.vllm_config)
     return wrapped(*args, **kwargs)
+
+
+class _Gate:
+    """One method of vLLM's that looks at each configuration before it does its work."""
+
+    def __init__(self, module: str, class_name: str, attribute: str, look: Callable[..., Any]) -> None:
+        self.module = module
+        self._class_name = class_name
+        self._attribute = attribute
+        self._look = look
+        self._original: Any = None
+        self._wrapper: Any = None
+        self.error: str | None = None
+        """Why the method cannot be wrapped."""
+
+    def wrap(self, module: Any) -> None:
+        """Put the wrapper in place, once. Never raises: an error in an import hook fails the import, for everybody."""
+        with _lock:
+            if self._wrapper is not None or not _enabled:
+                return
+            try:
+                owner = getattr(module, self._class_name)
+                self._original = vars(owner)[self._attribute]
+                self._wrapper = wrapt.FunctionWrapper(self._original, self._look)
+                setattr(owner, self._attribute, self._wrapper)
+            except Exception as error:
+                what = f"{self.module}.{self._class_name}.{self._attribute}"
+                self.error = f"{what} cannot be wrapped ({type(error).__name__}: {error})"
+
+    def unwrap(self) -> list[str]:
+        """Put the original back, unless somebody has wrapped the wrapper: then say so, in a list of one."""
+        if self._wrapper is None:
+            return []
+        owner = getattr(sys.modules[self.module], self._class_name)
+        if vars(owner).get(self._attribute) is not self._wrapper:
+            return [f"{self._class_name}.{self._attribute} was replaced by somebody else; left as it is"]
+        setattr(owner, self._attribute, self._original)
+        self._wrapper = None
+        return []
+
+
+_GATES = (
+    _Gate("vllm.config.speculative", "SpeculativeConfig", "__post_init__", _speculative_config_gate),
+    _Gate("vllm.config.vllm", "VllmConfig", "__post_init__", _vllm_config_gate),
+    _Gate("vllm.v1.worker.worker_base", "WorkerWrapperBase", "init_worker", _init_worker_gate),
+    _Gate("vllm.v1.worker.worker_base", "WorkerWrapperBase", "init_device", _init_device_gate),
+)
+_hooked: list[_Gate] = []
+"""Gates whose import hook is registered: that cannot be taken back, and is needed only once."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -335,13 +379,13 @@ def _check_drafter_folder(model: str | None) -> None:
 def _require(statuses: list[Status]) -> None:
     """Refuse to go on without these fixes, or warn, as the user chose."""
     problems = [f"{s.fix.label} is {s.state.value}: {s.reason}" for s in unmet(statuses)]
-    problems += [f"a gate is missing: {error}" for error in _gate_errors]
+    problems += [f"a gate is missing: {gate.error}" for gate in _GATES if gate.error]
     if not problems:
         return
     message = (
         f"vllm-kimi-eagle3 {__version__} on vLLM {installed_release() or 'of unknown release'} cannot make EAGLE-3"
-        f" right for this target, because {'; '.join(problems)}. Update vllm-kimi-eagle3, or start without its guarantee by"
-        " VLLM_KIMI_EAGLE3=warn."
+        f" right for this target, because {'; '.join(problems)}. Update vllm-kimi-eagle3, or start without its"
+        " guarantee by VLLM_KIMI_EAGLE3=warn."
     )
     if mode() == "warn":
         logger.warning(message)

@@ -5,16 +5,13 @@ A vocabulary of six tokens makes random models agree often enough that steps acc
 """
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engine import counters, run_engine
 from tiny_models import YARN, drafter_files, make_hf, relative_error
 
 from vllm_kimi_eagle3.reference import Drafter, SpeculationTrace, Target, fc_rows, speculate
@@ -71,52 +68,23 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     eagle = {"eagle_aux_hidden_state_layer_ids": list(IDS)}
     sizes = {"width": 64, "target_width": 64, "vocab_size": VOCAB, "draft_vocab_size": VOCAB - 1}
     drafter_files(d / "drafter", kind=kind, eagle_config=eagle, **sizes, **own)
-    job = {
-        "engine": {
-            "model": str(d / "target"),
-            "dtype": "float32",
-            "max_model_len": MAX_LEN,
-            "max_num_seqs": 4,
-            "skip_tokenizer_init": True,
-            "enforce_eager": True,
-            "disable_log_stats": False,
-            "enable_prefix_caching": False,
-            "compilation_config": {"custom_ops": ["none"]},
-            "speculative_config": {
-                "method": "eagle3",
-                "model": str(d / "drafter"),
-                "num_speculative_tokens": k,
-                "max_model_len": DRAFTER_MAX_LEN,
-            },
-        },
-        "rounds": [*([r] for r in ALONE + LIMITS), ALONE[:4]],
-    }
-    (d / "job.json").write_text(json.dumps(job))
-    env = {
-        **os.environ,
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CACHE_ROOT": str(d / "cache"),
-        "VLLM_PLUGINS": "none",  # stock vLLM: the oracle is tested on it, not on what it is later used to test
-        "VLLM_MLA_DISABLE": "0" if kind == "mla" else "1",
-    }
-    probe = Path(__file__).with_name("engine_probe.py")
-    done = subprocess.run(
-        [sys.executable, str(probe), str(d / "job.json"), str(d / "result.pt")], env=env, capture_output=True, text=True
+    done = run_engine(
+        d / "target",
+        [*([r] for r in ALONE + LIMITS), ALONE[:4]],
+        drafter=d / "drafter",
+        k=k,
+        speculative={"max_model_len": DRAFTER_MAX_LEN},
+        # Stock vLLM: the oracle is tested on it, not on what it is later used to test.
+        overlay="off",
+        env={"VLLM_MLA_DISABLE": "0" if kind == "mla" else "1"},
+        max_model_len=MAX_LEN,
+        max_num_seqs=4,
+        enable_prefix_caching=False,
+        compilation_config={"custom_ops": ["none"]},
+        limit_mm_per_prompt=None,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    result = torch.load(d / "result.pt", weights_only=True)
     target = Target.load(d / "target")
-    return Run(target, Drafter.load(d / "drafter", target), k, result)
-
-
-def counters(*traces: SpeculationTrace) -> dict[str, list[int]]:
-    return {
-        "num_drafts": [sum(t.drafts for t in traces)],
-        "num_draft_tokens": [sum(t.drafted for t in traces)],
-        "num_accepted_tokens": [sum(t.accepted for t in traces)],
-        "num_accepted_tokens_per_pos": [sum(c) for c in zip(*(t.accepted_per_position for t in traces), strict=True)],
-    }
+    return Run(target, Drafter.load(d / "drafter", target), k, done.result)
 
 
 def test_text_counters_inputs_and_drafts_of_single_requests(run: Run) -> None:

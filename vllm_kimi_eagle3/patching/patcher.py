@@ -193,7 +193,7 @@ def _resolve(target: str) -> tuple[Any, str]:
     return owner, attribute
 
 
-def _set_code(function: FunctionType, code: CodeType) -> None:
+def _set_code(function: Any, code: CodeType) -> None:
     function.__code__ = code
 
 
