@@ -10,7 +10,7 @@ built, the choice is taken back, so that the drafter finds its backend by itself
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 from vllm_kimi_eagle3.fixes import _proposer
@@ -62,7 +62,7 @@ def probe(tree: SourceTree) -> Verdict:
 
 
 @contextlib.contextmanager
-def own_backend(vllm_config: Any) -> Iterator[None]:
+def own_backend(vllm_config: Any) -> Generator[None]:
     """Take a forced backend back while a drafter of another kind of attention is built."""
     speculative_config, attention = vllm_config.speculative_config, vllm_config.attention_config
     forced = attention.backend
@@ -96,7 +96,7 @@ def _with_own_backend(original: Any) -> Any:
 FIX = Fix(
     id="D15",
     name="draft-attention-backend",
-    targets=(*_proposer.places("_get_model"), _V2),
+    targets=(*_proposer.places("_get_model"), *_proposer.places("load_model"), _V2),
     phase=Phase.WORKER,
     why="a forced MLA backend is forced on the drafter too, which refuses it",
     upstream="0.21.0 separates the two on V1; none known for V2",

@@ -10,7 +10,7 @@ the shape that every other target has.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,7 +40,7 @@ def probe(tree: SourceTree) -> Verdict:
 
 
 @contextlib.contextmanager
-def parts_where_expected(target_model: Any) -> Iterator[None]:
+def parts_where_expected(target_model: Any) -> Generator[None]:
     """Let a wrapper around a bare decoder answer ``get_language_model()`` with ``.model`` and ``.lm_head``."""
     decoder = target_model.get_language_model() if hasattr(target_model, "get_language_model") else None
     if decoder is None or hasattr(decoder, "model"):

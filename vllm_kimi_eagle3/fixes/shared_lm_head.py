@@ -9,7 +9,7 @@ drafter loads, the wrapper shows its language model's lm_head as its own.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 from vllm_kimi_eagle3.patching.patcher import Installer
@@ -35,7 +35,7 @@ def probe(tree: SourceTree) -> Verdict:
 
 
 @contextlib.contextmanager
-def with_lm_head(target_model: Any) -> Iterator[None]:
+def with_lm_head(target_model: Any) -> Generator[None]:
     """Show the language model's lm_head on the wrapper that has none."""
     head = None
     if not hasattr(target_model, "lm_head") and hasattr(target_model, "get_language_model"):

@@ -33,7 +33,7 @@ def listed(tree: SourceTree) -> list[tuple[str, ...]]:
         if isinstance(node, ast.List | ast.Tuple):
             values = [item.value for item in node.elts if isinstance(item, ast.Constant)]
             names = tuple(value for value in values if isinstance(value, str))
-            if _OLDEST <= set(names):
+            if set(names) >= _OLDEST:
                 found.append(names)
     return found
 
@@ -62,7 +62,7 @@ def with_names(code: CodeType) -> CodeType:
     """
     places = [i for i, value in enumerate(code.co_consts) if isinstance(value, tuple) and _is_list(value)]
     if len(places) != 1:
-        raise PatchConflict(f"{code.co_qualname if hasattr(code, 'co_qualname') else code.co_name} holds no such list")
+        raise PatchConflict(f"{code.co_name} holds {len(places)} lists of target types, one was expected")
     constants = list(code.co_consts)
     old: tuple[Any, ...] = constants[places[0]]
     constants[places[0]] = old + tuple(name for name in NAMES if name not in old)

@@ -2,8 +2,8 @@
 """D13: V2 captures states for a drafter that wants none.
 
 A drafter may say ``eagle_config.use_aux_hidden_state: false``: it reads the target's last hidden state and has no
-``fc``. Up to 0.32 the V2 runner sets its flag for every EAGLE-3 drafter, then feeds the concatenated states into a layer
-that is not there. The flag is passed on while the runner is still being built, so it is mended where it is stored.
+``fc``. Up to 0.32 the V2 runner sets its flag for every EAGLE-3 drafter, then feeds the concatenated states into a
+layer that is not there. The flag is passed on while the runner is being built, so it is mended where it is stored.
 """
 
 from __future__ import annotations
