@@ -76,23 +76,55 @@ def tell_layers(boundaries: tuple[int, ...], seen: list[dict[str, Any]], result:
     CPUModelRunner.load_model = load_model
 
 
-def load_drafter(config: Any, runner: Any, result: dict[str, Any]) -> None:
+def load_drafter(config: Any, target: Any, result: dict[str, Any]) -> None:
     """Both runners' own loading of a drafter onto the target in this process."""
-    head = runner.model
+    head: Any = target
     for name in ("language_model", "lm_head"):
         head = getattr(head, name, head)
-    with noting(result, "V1 drafter error"), set_current_vllm_config(config):
+    if not hasattr(head, "weight"):
+        head = target.lm_head  # 0.15's Kimi-K2.5
+    config.compilation_config.static_forward_context.clear()
+    with noting(result, "V1 error"), set_current_vllm_config(config):
         from vllm.v1.spec_decode.eagle import EagleProposer
 
-        proposer: Any = EagleProposer(config, torch.device("cpu"), runner)
-        proposer.load_model(runner.model)
+        proposer: Any = EagleProposer(config, torch.device("cpu"), None)
+        proposer.load_model(target)
         result["V1 shares lm_head"] = proposer.model.lm_head is head
+        if hasattr(proposer, "initialize_attn_backend"):
+            result["V1 block size"] = draft_block_size(proposer)
     config.compilation_config.static_forward_context.clear()
-    with noting(result, "V2 drafter error"), set_current_vllm_config(config):
-        from vllm.v1.worker.gpu.spec_decode.eagle import speculator
+    with noting(result, "V2 error"), set_current_vllm_config(config):
+        from vllm.v1.worker.gpu.spec_decode.eagle import utils
 
-        model: Any = speculator.load_eagle_model(runner.model, config)
-        result["V2 shares lm_head"] = model.lm_head is head
+        result["V2 shares lm_head"] = utils.load_eagle_model(target, config).lm_head is head
+
+
+def draft_block_size(proposer: Any) -> int:
+    """What the proposer multiplies slots with, for a manager's blocks of 64 tokens and a kernel's of 32."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+    layers = sorted(proposer._draft_attn_layer_names)
+    spec = FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=32, dtype=torch.float32)
+    group = KVCacheGroupSpec(layer_names=layers, kv_cache_spec=spec)
+    cache = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[group])
+    proposer.initialize_attn_backend(cache, kernel_block_sizes=[32])
+    own = getattr(proposer, "block_size", None)
+    return own if own is not None else proposer.draft_attn_groups[0].kv_cache_spec.block_size
+
+
+def with_and_without(activation: Any, config: Any, target: Any, result: dict[str, Any]) -> None:
+    """Load the drafter with every fix, then without those that concern its loading: the second must fail."""
+    # A worker builds the target from the configuration that D4 gave another name to; here they are two.
+    own, target.config = target.config, config.model_config.hf_config
+    result["drafter"], result["drafter without"] = {}, {}
+    load_drafter(config, target, result["drafter"])
+    if activation is None:
+        return
+    target.config = own
+    for fix in activation.ENGINE.fixes:
+        if fix.id in ("D5", "D10", "D12"):
+            activation.ENGINE.patcher.revert(fix.label)
+    load_drafter(config, target, result["drafter without"])
 
 
 def main(job_file: str, result_file: str) -> None:
@@ -117,14 +149,19 @@ def main(job_file: str, result_file: str) -> None:
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     params = SamplingParams(temperature=0, max_tokens=job["tokens"], ignore_eos=True, detokenize=False)
     seen.clear()
-    outputs = llm.generate([{"prompt_token_ids": job["prompt"]}], params, use_tqdm=False)
-    result["output_ids"] = list(outputs[0].outputs[0].token_ids)
-    result["seen"] = seen
-    if config is not None:
-        load_drafter(config, getattr(runner, "_runner", runner), result)
+    prompts = [{"prompt_token_ids": job["prompt"]}]
+    result["output_ids"] = list(llm.generate(prompts, params, use_tqdm=False)[0].outputs[0].token_ids)
+    result["seen"] = list(seen)
     if activation is not None:
         result["states"] = {s.fix.label: s.state.value for s in activation.ENGINE.statuses()}
         result["patched"] = activation.ENGINE.patcher.patched()
+        for label in job.get("revert", []):
+            activation.ENGINE.patcher.revert(label)
+            seen.clear()
+            llm.generate(prompts, params, use_tqdm=False)
+            result[f"seen without {label}"] = list(seen)
+    if config is not None and job["load_drafter"]:
+        with_and_without(activation, config, runner.model, result)
     torch.save(result, result_file)
 
 
