@@ -7,8 +7,10 @@ that can't be fetched is an error, never a skip: a drift test that skips finds n
 """
 
 from __future__ import annotations
+import __future__
 
 import ast
+import copy
 import fcntl
 import functools
 import shutil
@@ -20,35 +22,13 @@ from pathlib import Path
 
 from vllm_kimi_eagle3.layers.alignment import cache_folder
 
-RELEASES = tuple(
-    [
-        "0.15.0",
-        "0.15.1",
-        "0.16.0",
-        "0.17.0",
-        "0.17.1",
-        "0.18.0",
-        "0.18.1",
-        "0.19.0",
-        "0.19.1",
-        "0.20.0",
-        "0.20.2",
-        "0.21.0",
-        "0.22.0",
-        "0.22.1",
-        "0.23.0",
-        "0.24.0",
-        "0.25.1",
-        "0.26.0",
-        "0.27.1",
-        "0.28.0",
-        "0.29.0",
-        "0.30.0",
-        "0.31.0",
-        "0.32.0",
-        "0.33.0",
-    ]
+# fmt: off
+RELEASES = (
+    "0.15.0", "0.15.1", "0.16.0", "0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.19.0", "0.19.1", "0.20.0", "0.20.2",
+    "0.21.0", "0.22.0", "0.22.1", "0.23.0", "0.24.0", "0.25.1", "0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0",
+    "0.31.0", "0.32.0", "0.33.0",
 )
+# fmt: on
 """Every release that the package claims to know, oldest first."""
 
 # The CPU wheels are a fraction of the size, and their Python files are those of the same commit.
@@ -84,18 +64,19 @@ def tree(release: str) -> Path:
     return folder
 
 
-@functools.cache
 def source(release: str, path: str) -> str:
     """The text of one module, such as ``v1/worker/gpu_model_runner.py``; raises ``FileNotFoundError``."""
     return (tree(release) / "vllm" / path).read_text(encoding="utf-8")
 
 
-@functools.cache
+# The trees of big modules fill the memory and slow the garbage collector; single definitions are small.
+@functools.lru_cache(maxsize=4)
 def module_ast(release: str, path: str) -> ast.Module:
     """The parsed module; raises ``FileNotFoundError``."""
     return ast.parse(source(release, path))
 
 
+@functools.cache
 def definition(release: str, path: str, name: str, owner: str | None = None) -> ast.FunctionDef | ast.ClassDef:
     """One function or class: of the module if ``owner`` is None, else of the class ``owner``.
 
@@ -104,29 +85,31 @@ def definition(release: str, path: str, name: str, owner: str | None = None) -> 
     """
     body = module_ast(release, path).body
     if owner is not None:
-        body = definition(release, path, owner).body
+        body = [part for node in body if isinstance(node, ast.ClassDef) and node.name == owner for part in node.body]
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
             return node
     raise LookupError(f"vLLM {release} has no {f'{owner}.' if owner else ''}{name} in {path}")
 
 
-def function(release: str, path: str, name: str, owner: str | None = None, namespace: dict | None = None):
+@functools.cache
+def function(release: str, path: str, name: str, owner: str | None = None):
     """A release's own function, compiled from its source without importing the module it stands in.
 
-    Decorators and annotations are dropped, so that only the names in the body must be in ``namespace``.
+    Decorators are dropped and annotations left unread. For a body that uses other names of its module, see ``build``.
     """
-    node = definition(release, path, name, owner)
-    assert isinstance(node, ast.FunctionDef)
-    bare = ast.parse(ast.unparse(node)).body[0]
-    assert isinstance(bare, ast.FunctionDef)
-    bare.decorator_list, bare.returns = [], None
-    for argument in [*bare.args.posonlyargs, *bare.args.args, *bare.args.kwonlyargs]:
-        argument.annotation = None
+    return build(release, path, definition(release, path, name, owner))
+
+
+def build(release: str, path: str, node: ast.FunctionDef | ast.ClassDef, namespace: dict | None = None):
+    """Compile one definition, without its decorators, as if it stood alone in a module with ``namespace``."""
+    bare = copy.deepcopy(node)
+    bare.decorator_list = []
     scope = dict(namespace or {})
-    code = compile(ast.fix_missing_locations(ast.Module([bare], [])), f"vllm-{release}/{path}", "exec")
-    exec(code, scope)
-    return scope[name]
+    flags = __future__.annotations.compiler_flag
+    module = ast.Module([bare], [])
+    exec(compile(module, f"vllm-{release}/{path}", "exec", flags=flags, dont_inherit=True), scope)
+    return scope[node.name]
 
 
 def _fetch(release: str, scratch: Path) -> Path:

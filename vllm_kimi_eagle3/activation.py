@@ -17,14 +17,11 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import wrapt
 
 from vllm_kimi_eagle3 import __version__
 from vllm_kimi_eagle3.fixes import _boundaries
@@ -32,6 +29,7 @@ from vllm_kimi_eagle3.layers import CapturePlan, PlanError, facts_of, read_heade
 from vllm_kimi_eagle3.layers.alignment import content_key, load
 from vllm_kimi_eagle3.layers.files import read_config
 from vllm_kimi_eagle3.patching.engine import Engine, unmet
+from vllm_kimi_eagle3.patching.gate import Gate
 from vllm_kimi_eagle3.patching.release import installed_release
 from vllm_kimi_eagle3.patching.spec import Context, Phase, State, Status
 from vllm_kimi_eagle3.registry import FIXES
@@ -53,9 +51,7 @@ _RECORD_KEYS = frozenset({"plan", "version", "fixes"})
 ENGINE = Engine(FIXES)
 """This process's fixes."""
 
-_lock = threading.RLock()
-_enabled = False
-"""False after :func:`remove`: a module that is imported later is then left as it is."""
+_lock = threading.Lock()
 _announced: set[str] = set()
 
 
@@ -79,26 +75,17 @@ def mode() -> str:
 
 
 def install_gates() -> None:
-    """Wrap the four methods, each once its module is imported. Idempotent and thread-safe."""
-    global _enabled
-    with _lock:
-        _enabled = True
-        for gate in _GATES:
-            if gate.module in sys.modules:
-                gate.wrap(sys.modules[gate.module])
-            elif gate not in _hooked:
-                _hooked.append(gate)
-                wrapt.register_post_import_hook(gate.wrap, gate.module)
+    """Install every gate, each once its module is imported. Idempotent and thread-safe."""
+    for gate in _GATES:
+        gate.install()
 
 
 def remove() -> list[str]:
     """Take back every fix and every gate. Returns what had to stay because somebody patched over it."""
-    global _enabled
+    left = ENGINE.revert() + [sentence for gate in reversed(_GATES) for sentence in gate.remove()]
     with _lock:
-        _enabled = False
-        left = ENGINE.revert() + [sentence for gate in reversed(_GATES) for sentence in gate.unwrap()]
         _announced.clear()
-        return left
+    return left
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -191,53 +178,12 @@ def _init_device_gate(wrapped: Callable[..., Any], instance: Any, args: Any, kwa
     return wrapped(*args, **kwargs)
 
 
-class _Gate:
-    """One method of vLLM's that looks at each configuration before it does its work."""
-
-    def __init__(self, module: str, class_name: str, attribute: str, look: Callable[..., Any]) -> None:
-        self.module = module
-        self._class_name = class_name
-        self._attribute = attribute
-        self._look = look
-        self._original: Any = None
-        self._wrapper: Any = None
-        self.error: str | None = None
-        """Why the method cannot be wrapped."""
-
-    def wrap(self, module: Any) -> None:
-        """Put the wrapper in place, once. Never raises: an error in an import hook fails the import, for everybody."""
-        with _lock:
-            if self._wrapper is not None or not _enabled:
-                return
-            try:
-                owner = getattr(module, self._class_name)
-                self._original = vars(owner)[self._attribute]
-                self._wrapper = wrapt.FunctionWrapper(self._original, self._look)
-                setattr(owner, self._attribute, self._wrapper)
-            except Exception as error:
-                what = f"{self.module}.{self._class_name}.{self._attribute}"
-                self.error = f"{what} cannot be wrapped ({type(error).__name__}: {error})"
-
-    def unwrap(self) -> list[str]:
-        """Put the original back, unless somebody has wrapped the wrapper: then say so, in a list of one."""
-        if self._wrapper is None:
-            return []
-        owner = getattr(sys.modules[self.module], self._class_name)
-        if vars(owner).get(self._attribute) is not self._wrapper:
-            return [f"{self._class_name}.{self._attribute} was replaced by somebody else; left as it is"]
-        setattr(owner, self._attribute, self._original)
-        self._wrapper = None
-        return []
-
-
 _GATES = (
-    _Gate("vllm.config.speculative", "SpeculativeConfig", "__post_init__", _speculative_config_gate),
-    _Gate("vllm.config.vllm", "VllmConfig", "__post_init__", _vllm_config_gate),
-    _Gate("vllm.v1.worker.worker_base", "WorkerWrapperBase", "init_worker", _init_worker_gate),
-    _Gate("vllm.v1.worker.worker_base", "WorkerWrapperBase", "init_device", _init_device_gate),
+    Gate("vllm.config.speculative", "SpeculativeConfig", "__post_init__", _speculative_config_gate),
+    Gate("vllm.config.vllm", "VllmConfig", "__post_init__", _vllm_config_gate),
+    Gate("vllm.v1.worker.worker_base", "WorkerWrapperBase", "init_worker", _init_worker_gate),
+    Gate("vllm.v1.worker.worker_base", "WorkerWrapperBase", "init_device", _init_device_gate),
 )
-_hooked: list[_Gate] = []
-"""Gates whose import hook is registered: that cannot be taken back, and is needed only once."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -291,7 +237,7 @@ def prepare_worker(vllm_config: Any) -> None:
                 " all of them"
             )
         _check_unchanged(vllm_config, record)
-    statuses = ENGINE.apply(Phase.SPECULATIVE_CONFIG, context) + ENGINE.apply(Phase.WORKER, context)
+    statuses = ENGINE.apply(Phase.WORKER, context)
     _require(statuses)
     _announce(vllm_config, record, [s.fix.label for s in statuses])
 

@@ -95,6 +95,7 @@ def run_engine(
             env={
                 **os.environ,
                 "VLLM_CPU_KVCACHE_SPACE": "1",
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                 "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(separate_core)),
                 "VLLM_CACHE_ROOT": str(cache or Path(folder) / "cache"),
                 "VLLM_KIMI_EAGLE3": overlay,

@@ -4,7 +4,7 @@
 A record lives in ``<cache>/alignment/<key>.json``, never in a model folder, which may be read-only or shared. The key
 is made from content: the drafter's ids, shapes and a digest of its weights, and the target's shape. Weights of the
 target are not in it (they may be a terabyte), so two fine-tunes of one target share a record; what an id means is a
-property of the drafter.
+property of the drafter. The key is the same from a ``config.json`` and from vLLM's config object made of it.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def content_key(target: Mapping[str, Any], drafter: Mapping[str, Any], headers: 
     facts, draft = read_target(target), read_drafter(drafter)
     content = {
         "format": FORMAT,
-        "target": [facts.model_type, facts.num_layers, facts.hidden_size, facts.vocab_size],
+        # Not the model type: vLLM renames it while loading, and the key must be the same inside and outside.
+        "target": [facts.num_layers, facts.hidden_size, facts.vocab_size],
         # The list that was decided on, not its key: the same checkpoint may be read through either layout.
         "ids": list(draft.lists[0].ids) if draft.lists else None,
         "weights": headers.digest,

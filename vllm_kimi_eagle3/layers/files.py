@@ -28,6 +28,8 @@ def inside(folder: Path, path: Path) -> Path:
         root, real = folder.resolve(), path.resolve()
     except (OSError, RuntimeError):
         raise PlanError(f"{path} is a link that leads in a circle") from None
+    except ValueError:
+        raise PlanError(f"{str(path)!a} is no path") from None
     if real.is_relative_to(root):
         return real
     if root.parent.name == "snapshots" and real.is_relative_to(root.parent.parent / "blobs"):
@@ -58,8 +60,6 @@ def read_object(path: Path, limit: int) -> dict[str, Any]:
             raw = file.read(limit + 1)
     except OSError as error:
         raise PlanError(f"{path} can't be read: {error.strerror}") from None
-    except ValueError:
-        raise PlanError(f"{str(path)!a} is no path") from None
     if len(raw) > limit:
         raise PlanError(f"{path} is larger than {limit} bytes, too large for what it should be")
     data = load_json(raw, str(path))

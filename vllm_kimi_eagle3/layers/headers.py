@@ -151,9 +151,14 @@ def _tensors(header: object, data_size: int, path: Path) -> dict[str, TensorInfo
             tensors[name] = _tensor(name, entry, data_size, path)
     last = 0
     for info in sorted(tensors.values(), key=lambda info: (info.begin, info.end)):
-        if info.begin < last:
-            raise PlanError(f"the header of {path} lets two tensors share bytes {info.begin} to {last}")
-        last = max(last, info.end)
+        if info.begin != last:
+            what = "share bytes" if info.begin < last else "leave a hole at bytes"
+            raise PlanError(
+                f"the header of {path} lets tensors {what} {min(info.begin, last)} to {max(info.begin, last)}"
+            )
+        last = info.end
+    if last != data_size:
+        raise PlanError(f"{path} has {data_size} bytes of data, but its header describes {last}")
     return tensors
 
 

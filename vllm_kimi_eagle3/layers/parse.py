@@ -132,7 +132,7 @@ def read_drafter(config: object) -> Drafter:
     """
     if not isinstance(config, Mapping):
         raise PlanError(f"the drafter's config is {describe(config)}, but a JSON object was expected")
-    top = _with_originals(cast("Mapping[str, Any]", config))
+    top = as_written(cast("Mapping[str, Any]", config))
     speculators = top.get("speculators_config") is not None
     if speculators:
         kind = top.get("speculators_model_type")
@@ -180,7 +180,7 @@ def read_drafter(config: object) -> Drafter:
     )
 
 
-def _with_originals(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def as_written(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Undo ``config_updates``: the keys it wrote stand again as the checkpoint had them."""
     original = config.get(ORIGINAL_KEY)
     if original is None:

@@ -19,7 +19,18 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .parse import NESTED_KEY, ORIGINAL_KEY, TOP_KEY, Drafter, Target, describe, read_drafter, read_ids, read_target
+from .parse import (
+    NESTED_KEY,
+    ORIGINAL_KEY,
+    TOP_KEY,
+    Drafter,
+    Target,
+    as_written,
+    describe,
+    read_drafter,
+    read_ids,
+    read_target,
+)
 from .plan import RULES, CapturePlan, PlanError
 
 if TYPE_CHECKING:
@@ -146,12 +157,12 @@ def config_updates(plan: CapturePlan, drafter: Mapping[str, Any]) -> dict[str, A
     if not plan.use_aux_hidden_state:
         return {}
     updates: dict[str, Any] = {TOP_KEY: list(plan.boundaries), "num_aux_hidden_states": len(plan.boundaries)}
-    if read_drafter(drafter).hidden_size != plan.hidden_size:
+    # A null would be multiplied: vLLM asks whether the attribute exists, not what it is.
+    written = as_written(drafter)
+    null = "target_hidden_size" in written and written["target_hidden_size"] is None
+    if null or read_drafter(drafter).hidden_size != plan.hidden_size:
         updates["target_hidden_size"] = plan.hidden_size
-    original = drafter.get(ORIGINAL_KEY)
-    if original is None:
-        original = {key: drafter[key] for key in updates if key in drafter}
-    return {**updates, ORIGINAL_KEY: original}
+    return {**updates, ORIGINAL_KEY: {key: written[key] for key in updates if key in written}}
 
 
 def _choose(
@@ -246,7 +257,8 @@ def _ascending(ids: Ids) -> bool:
 def _source(choice: _Choice) -> str:
     if choice.ids is None:
         return f"the default {choice.boundaries}"
-    return f"{choice.key} {describe(choice.ids)} ({choice.rule} rule)"
+    key = "layer_ids" if choice.key == "explicit" else choice.key
+    return f"{key} {describe(choice.ids)} ({choice.rule} rule)"
 
 
 def _check_boundaries(choice: _Choice, target: Target, last: bool, embeddings: bool) -> None:

@@ -171,7 +171,7 @@ def parse_release(release: str) -> tuple[int, int]:
     Raises:
         PlanError: it is no version, or older than 0.15.
     """
-    match = re.match(r"v?(\d{1,4})\.(\d{1,4})(?!\d)", release)
+    match = re.match(r"v?([0-9]{1,4})[.]([0-9]{1,4})(?![0-9])", release)
     if match is None:
         raise PlanError(f"{describe(release)} is no vLLM version; something like {NEWEST} was expected")
     number = (int(match[1]), int(match[2]))

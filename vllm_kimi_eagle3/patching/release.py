@@ -7,7 +7,9 @@ The common names are asked first, because searching every distribution of a larg
 
 from __future__ import annotations
 
+import re
 from importlib import metadata, util
+from pathlib import Path
 
 
 def installed_release() -> str | None:
@@ -24,6 +26,11 @@ def installed_release() -> str | None:
             return metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    for name in metadata.packages_distributions().get("vllm", []):
-        return metadata.version(name)
-    return None
+    # Not packages_distributions(): before Python 3.11 it knows only wheels that carry a top_level.txt.
+    for distribution in metadata.distributions():
+        if any(file.parts == ("vllm", "__init__.py") for file in distribution.files or ()):
+            return distribution.version
+    # An editable build under another name lists no files, but setuptools-scm has left the version in the tree.
+    written = Path(spec.origin).with_name("_version.py")
+    match = re.search(r"version = ['\"]([^'\"]+)['\"]", written.read_text("utf-8")) if written.is_file() else None
+    return match[1] if match else None

@@ -13,7 +13,8 @@ sched/scheduler.py), synchronously scheduled:
   schedules k drafts of token id 0 instead. They count as drafted, and are accepted should the target say 0.
 
 It does not know: batches (the drafter's limit is tested against the longest request in a batch), async scheduling
-(which near max_model_len plans a step as if all drafts of the one before were accepted), preemption, sampling, grammars.
+(which near max_model_len plans a step as if all drafts of the one before were accepted), preemption, sampling,
+grammars.
 """
 
 from __future__ import annotations

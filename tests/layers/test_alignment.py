@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Alignment records: found by content, checked in themselves, never half written."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.layers import corpus
+from vllm_kimi_eagle3.layers import AlignmentRecord, CheckpointHeaders, PlanError, alignment, config_updates, resolve
+
+TARGET = corpus.target("kimi-k2.5")
+DRAFTER = corpus.drafter("specforge-custom")
+HEADERS = CheckpointHeaders({}, "ab" * 32)
+KEY = alignment.content_key(TARGET, DRAFTER, HEADERS)
+RECORD = AlignmentRecord(
+    KEY,
+    (3, 21, 44),
+    61,
+    (4, 22, 45),
+    "output",
+    {"-1": 0.31, "0": 0.42, "1": 0.58},
+    {"-1": (0.28, 0.34), "0": (0.39, 0.45), "1": (0.55, 0.61)},
+    "vLLM 0.33.0, 4096 tokens",
+)
+
+
+def test_there_and_back(tmp_path):
+    assert alignment.load(KEY, tmp_path) is None
+    path = alignment.save(RECORD, tmp_path)
+    assert path.parent == tmp_path / "alignment"
+    assert [entry.name for entry in path.parent.iterdir()] == [f"{KEY}.json"]
+    assert alignment.load(KEY, tmp_path) == RECORD
+    plan = resolve(TARGET, DRAFTER, alignment=alignment.load(KEY, tmp_path))
+    assert (plan.decided_by, plan.boundaries) == ("alignment record", (4, 22, 45))
+
+
+def test_the_environment_names_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_KIMI_EAGLE3_CACHE", str(tmp_path))
+    alignment.save(RECORD)
+    assert alignment.load(KEY) == RECORD
+    monkeypatch.delenv("VLLM_KIMI_EAGLE3_CACHE")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert alignment.load(KEY) is None
+
+
+def test_the_key_follows_content():
+    assert alignment.content_key(TARGET, DRAFTER, None) is None
+    assert alignment.load(None) is None
+    others = {
+        alignment.content_key(TARGET, DRAFTER, CheckpointHeaders({}, "cd" * 32)),
+        alignment.content_key(corpus.target("deepseek-v3"), DRAFTER, HEADERS),
+        alignment.content_key(TARGET, corpus.drafter("aq-medai-kimi-k25-eagle3"), HEADERS),
+        alignment.content_key(TARGET, {}, HEADERS),
+    }
+    assert KEY not in others and len(others) == 4
+    # What doesn't change the meaning doesn't change the key, our own updates included.
+    assert alignment.content_key(TARGET, {**DRAFTER, "torch_dtype": "float16"}, HEADERS) == KEY
+    updated = {**DRAFTER, **config_updates(resolve(TARGET, DRAFTER), DRAFTER)}
+    assert alignment.content_key(TARGET, updated, HEADERS) == KEY
+    renamed = {**TARGET, "text_config": {**TARGET["text_config"], "model_type": "deepseek_v3"}}
+    assert alignment.content_key(renamed, {**DRAFTER, "model_type": "eagle"}, HEADERS) == KEY
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"format": 2},
+        {"key": "0" * 64},
+        {"num_layers": True},
+        {"num_layers": 0},
+        {"ids": "3,21"},
+        {"boundaries": None},
+        {"boundaries": []},
+        {"boundaries": [4, 22, 62]},
+        {"boundaries": [22, 4, 45]},
+        {"boundaries": [4, 4, 45]},
+        {"boundaries": [3, 21, 44]},
+        {"rule": "boundary"},
+        {"rule": "outputs"},
+        {"hit_rates": {"0": 1.5}},
+        {"hit_rates": {"2": 0.5}},
+        {"hit_rates": []},
+        {"intervals": {"0": [0.5, 0.4]}},
+        {"intervals": {"0": 0.5}},
+    ],
+)
+def test_damaged_records_are_refused(tmp_path, change):
+    path = alignment.save(RECORD, tmp_path)
+    path.write_text(json.dumps({**RECORD.to_json(), **change}))
+    with pytest.raises(PlanError, match="alignment record"):
+        alignment.load(KEY, tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff", b'{"a":1,"a":2}', b" " * (300 << 10)])
+def test_records_that_are_no_json_objects(tmp_path, content):
+    path = alignment.save(RECORD, tmp_path)
+    path.write_bytes(content)
+    with pytest.raises(PlanError):
+        alignment.load(KEY, tmp_path)
+
+
+@pytest.mark.parametrize("key", ["", "../../etc/passwd", "A" * 64, "0" * 63, "0" * 63 + "\n"])
+def test_a_key_is_no_path(tmp_path, key):
+    with pytest.raises(PlanError):
+        alignment.record_path(key, tmp_path)

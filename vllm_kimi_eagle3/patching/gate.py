@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A gate: a method of vLLM's that looks at each configuration before it does its work, and passes through.
+
+The wrapper is wrapt's, so the method keeps its signature and name. Gates are for set-up code only; nothing that Dynamo
+traces may be wrapped like this.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import wrapt
+
+
+class Gate:
+    """One method of vLLM's that looks at each configuration before it does its work."""
+
+    def __init__(self, module: str, class_name: str, attribute: str, look: Callable[..., Any]) -> None:
+        self.module = module
+        self._class_name = class_name
+        self._attribute = attribute
+        self._look = look
+        self._original: Any = None
+        self._wrapper: Any = None
+        self._hooked = False
+        self._enabled = False
+        self._lock = threading.RLock()
+        self.error: str | None = None
+        """Why the method cannot be wrapped."""
+
+    def install(self) -> None:
+        """Wrap the method now, or as soon as its module is imported. Idempotent and thread-safe."""
+        with self._lock:
+            self._enabled = True
+            if self.module in sys.modules:
+                self._wrap(sys.modules[self.module])
+            elif not self._hooked:
+                # A hook cannot be taken back; after remove() it finds the gate disabled.
+                self._hooked = True
+                wrapt.register_post_import_hook(self._wrap, self.module)
+
+    def _wrap(self, module: Any) -> None:
+        # Must not raise: an error in an import hook fails the import, for everybody.
+        with self._lock:
+            if self._wrapper is not None or not self._enabled:
+                return
+            try:
+                owner = getattr(module, self._class_name)
+                original = vars(owner)[self._attribute]
+                wrapper = wrapt.FunctionWrapper(original, self._look)
+                setattr(owner, self._attribute, wrapper)
+                self._original, self._wrapper = original, wrapper
+            except Exception as error:
+                what = f"{self.module}.{self._class_name}.{self._attribute}"
+                self.error = f"{what} cannot be wrapped ({type(error).__name__}: {error})"
+
+    def remove(self) -> list[str]:
+        """Put the original back, unless somebody has wrapped the wrapper: then say so, in a list of one."""
+        with self._lock:
+            self._enabled = False
+            return [] if self._wrapper is None else self._unwrap()
+
+    def _unwrap(self) -> list[str]:
+        owner = getattr(sys.modules[self.module], self._class_name)
+        if vars(owner).get(self._attribute) is not self._wrapper:
+            return [f"{self._class_name}.{self._attribute} was replaced by somebody else; left as it is"]
+        setattr(owner, self._attribute, self._original)
+        self._wrapper = None
+        return []
