@@ -85,8 +85,8 @@ def page(runs: list[dict[str, Any]]) -> str:
     lines = [
         "# Compatibility",
         "",
-        "Made by `python -m tools.compatibility write` from the fixes' own probes, run over the source of every release;",
-        "`tests/drift` keeps it in step. Do not edit it.",
+        "Made by `python -m tools.compatibility write` from the fixes' own probes, run over the source of every",
+        "release; `tests/drift` keeps it in step. Do not edit it.",
         "",
         "● the defect is there and the fix is applied · upstream is right ✗ unknown shape: EAGLE-3 on our targets is",
         "refused (blank) the release has no such code. What a server really gets also depends on its platform, runner,",

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
 from tests.drift.expected import EXPECTED, expected
 from tests.engines import tiny
@@ -20,8 +21,8 @@ from vllm_kimi_eagle3.patching.release import installed_release
 from vllm_kimi_eagle3.patching.spec import Need
 
 HERE = Path(__file__).parent
-RELEASE = installed_release() or "0.0.0"
-"""The installed release, without what a local build appends."""
+RELEASE = Version(installed_release() or "0").base_version
+"""The installed release, without what a build appends."""
 
 
 def applies(defect: str) -> bool:

@@ -112,6 +112,35 @@ def draft_block_size(proposer: Any) -> int:
     return own if own is not None else proposer.draft_attn_groups[0].kv_cache_spec.block_size
 
 
+def asked_backends(config: Any, target: Any) -> list[str]:
+    """Which attention backend V2 asks the platform for while it builds a drafter, when the user forced an MLA one."""
+    from vllm.platforms import current_platform
+    from vllm.v1.attention import selector
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.worker.gpu.spec_decode.eagle import utils
+
+    asked: list[str] = []
+    original = type(current_platform).get_attn_backend_cls
+
+    def ask(backend: Any, *args: Any, **kwargs: Any) -> Any:
+        asked.append(str(backend and backend.name))
+        return original(None, *args, **kwargs)
+
+    type(current_platform).get_attn_backend_cls = staticmethod(ask)
+    selector._cached_get_attn_backend.cache_clear()
+    config.compilation_config.static_forward_context.clear()
+    config.attention_config.backend = AttentionBackendEnum.TRITON_MLA
+    try:
+        with set_current_vllm_config(config):
+            utils.load_eagle_model(target, config)
+        assert config.attention_config.backend is AttentionBackendEnum.TRITON_MLA, "the target's choice is gone"
+    finally:
+        type(current_platform).get_attn_backend_cls = original
+        selector._cached_get_attn_backend.cache_clear()
+        config.attention_config.backend = None
+    return asked
+
+
 def with_and_without(activation: Any, config: Any, target: Any, result: dict[str, Any]) -> None:
     """Load the drafter with every fix, then without those that concern its loading: the second must fail."""
     # A worker builds the target from the configuration that D4 gave another name to; here they are two.
@@ -121,10 +150,14 @@ def with_and_without(activation: Any, config: Any, target: Any, result: dict[str
     if activation is None:
         return
     target.config = own
+    if config.model_config.use_mla:
+        result["backends"] = asked_backends(config, target)
     for fix in activation.ENGINE.fixes:
-        if fix.id in ("D5", "D10", "D12"):
+        if fix.id in ("D5", "D10", "D12", "D15"):
             activation.ENGINE.patcher.revert(fix.label)
     load_drafter(config, target, result["drafter without"])
+    if config.model_config.use_mla:
+        result["backends without"] = asked_backends(config, target)
 
 
 def main(job_file: str, result_file: str) -> None:

@@ -130,3 +130,11 @@ def test_float16_states_have_their_true_size(target_run: Run, reference: Target)
     assert found.median() < 0.01
     scaled = (rows(result[f"seen without {label}"], 0) - want).abs().amax(-1) / size
     assert scaled.median() > 0.2
+
+
+def test_forced_mla_backend_is_not_forced_on_the_drafter(target_run: Run) -> None:
+    result = target_run("deepseek_v3", "on", load_drafter=True)
+    if "backends" not in result:
+        pytest.skip(f"MLA is off on the CPU engine of {RELEASE}")
+    assert set(result["backends"]) == {"None"}
+    assert set(result["backends without"]) == {"TRITON_MLA"}
