@@ -3,8 +3,8 @@
 
 ``--attention-backend TRITON_MLA`` and its like hold for every layer that is built, and a drafter with ordinary
 attention then refuses to start: "Selected backend ... is not valid for this configuration". V1 separates the two from
-0.21.0 on; V2 does only when the user names a backend for the drafter as well. While a drafter of the other kind of attention is
-built, the choice is taken back, so that the drafter finds its backend by itself, as it does on V1 today.
+0.21.0 on; V2 does only when the user names a backend for the drafter as well. While a drafter of the other kind of
+attention is built, the choice is taken back, so that the drafter finds its backend by itself, as it does on V1 today.
 """
 
 from __future__ import annotations
