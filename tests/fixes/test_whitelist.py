@@ -30,6 +30,7 @@ def config(model_type: str) -> Any:
         tensor_parallel_size=None,
         num_speculative_tokens=3,
         draft_model_config=None,
+        disable_by_batch_size=None,
         method="eagle3",
         target_model_config=SimpleNamespace(hf_text_config=SimpleNamespace(model_type=model_type)),
         verify_equal_vocab_size_if_draft_model=lambda: None,
