@@ -261,7 +261,8 @@ def make_plan(vllm_config: Any, record: Mapping[str, Any]) -> CapturePlan:
         layer_ids=record.get("layer_ids"),
         headers=headers,
         alignment=load(content_key(target, drafter, headers)),
-        last_boundary_capturable=facts.last_boundary,
+        # Where stock vLLM captures nothing, D3's own loop does, and knows the last boundary.
+        last_boundary_capturable=facts.last_boundary or facts.refused,
         fixed_fc_states=None if facts.fc_counts else 3,
         pipeline_parallel_size=vllm_config.parallel_config.pipeline_parallel_size,
     )
