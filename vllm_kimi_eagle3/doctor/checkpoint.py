@@ -177,7 +177,7 @@ def model_type(pair: Pair) -> Iterator[Finding]:
             "model-type",
             "info",
             f"the drafter is MLA with model_type {kind}",
-            "stock vLLM from 0.18 on rewrites that to DeepSeek's MTP head and refuses it as Eagle3DeepSeekMTPModel (D18)",
+            "stock vLLM from 0.18 on takes that for DeepSeek's MTP head and refuses Eagle3DeepSeekMTPModel (D18)",
             "keep the overlay on, which mends it; or set the drafter's model_type to kimi_k2",
         )
         return
@@ -721,7 +721,8 @@ def trained_for(pair: Pair) -> Iterator[Finding]:
                 "take a drafter that was trained for this target",
             )
             return
-    yield ok("trained-for", claims[0][1][:80] if claims else "the drafter's files name no target")
+    fitting = next((text for _, text in claims if families(text) & possible), None)
+    yield ok("trained-for", f"trained for {fitting[:80]}" if fitting else "the drafter's files name no other target")
 
 
 def _verifier(pair: Pair) -> Mapping[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Level = Literal["ok", "info", "warning", "error"]
-"""``error``: the server will not start, or will be wrong or slow. ``warning``: it may be. The rest is for the record."""
+"""``error``: the server will not start, or will be wrong or slow. ``warning``: it may. The rest is for the record."""
 
 _MARK: dict[Level, str] = {"ok": "ok      ", "info": "info    ", "warning": "WARNING ", "error": "ERROR   "}
 
