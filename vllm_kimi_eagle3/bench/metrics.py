@@ -2,8 +2,8 @@
 """vLLM's counters of speculation, from the text of ``/metrics``.
 
 Names as in ``vllm/v1/spec_decode/metrics.py``; the Prometheus client adds ``_total``. A server with several engines
-(data parallelism) has each counter once an engine: they are added up. Counters of acceptance by position are cumulative:
-position i counts the steps in which i and all before it were accepted.
+(data parallelism) has each counter once an engine: they are added up. Acceptance by position is cumulative: position
+i counts the steps in which i and all before it were accepted.
 """
 
 from __future__ import annotations

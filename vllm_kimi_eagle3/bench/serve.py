@@ -15,7 +15,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 
 from vllm_kimi_eagle3.bench.client import ServerError
@@ -32,7 +32,7 @@ def serve(
     *,
     environment: Mapping[str, str],
     progress: Callable[[str], None] = lambda _: None,
-) -> Iterator[str]:
+) -> Generator[str]:
     """Run ``vllm serve target …`` until the block ends; gives its base URL.
 
     Args:
@@ -63,7 +63,9 @@ def serve(
             if process.poll() is not None:
                 raise ServerError(f"vllm serve ended with code {process.returncode}; the end of {log}: {_reason(log)}")
             if waited > START_SECONDS:
-                raise ServerError(f"vllm serve did not answer within {START_SECONDS} s; the end of {log}: {_reason(log)}")
+                raise ServerError(
+                    f"vllm serve did not answer within {START_SECONDS} s; the end of {log}: {_reason(log)}"
+                )
             progress(f"starting vllm serve, {waited:.0f} s")
             time.sleep(0.5)
         yield url
