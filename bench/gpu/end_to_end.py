@@ -27,6 +27,7 @@ sys.path[:0] = [str(ROOT / "tests/support"), str(ROOT / "examples")]
 
 from engine import EngineFailed, run_engine  # noqa: E402
 from tiny_kimi.materialize import materialize  # noqa: E402
+from widen import widen  # noqa: E402
 
 RULE = {"additional_config": {"kimi_eagle3": {"layer_rule": "output"}}}
 FORCED = {"attention_config": {"backend": "FLASH_ATTN_MLA"}}
@@ -53,8 +54,9 @@ CASES: dict[str, tuple[str, str | None, str, dict[str, str], dict[str, Any]]] = 
 
 
 def prepare(folder: Path) -> dict[str, Path]:
-    """The pair, and the MLA drafter under the model type that D18 is about."""
-    pair = materialize(folder)
+    """The pair in head sizes that CUDA's kernels take, and the MLA drafter under the model type that D18 is about."""
+    made = materialize(folder / "narrow")
+    pair = {name: widen(source, folder / name) for name, source in made.items()}
     drafter = folder / "mla_deepseek_v3"
     shutil.copytree(pair["eagle3_mla_nested"], drafter)
     config = json.loads((drafter / "config.json").read_text())
