@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # make demo: serve a tiny Kimi-K2.5 with and without the overlay, and print what it changes.
 # make test: everything that the tests need, then the tests.
+# make drift: the fixes against the source of every release of vLLM; make matrix: on every release's engine, and the
+# table of docs/COMPATIBILITY.md.
 VENV ?= .venv
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint drift matrix clean
 
 demo:
 	@tools/cpu_engine.sh $(VENV)
@@ -19,6 +21,15 @@ lint:
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright
+
+drift:
+	@tools/cpu_engine.sh $(VENV) test
+	$(VENV)/bin/python -m pytest tests/drift
+
+matrix: drift
+	$(VENV)/bin/pip install --quiet nox
+	$(VENV)/bin/nox --session engine
+	$(VENV)/bin/python -m tools.compatibility write
 
 clean:
 	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .hypothesis

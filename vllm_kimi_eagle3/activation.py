@@ -261,7 +261,8 @@ def make_plan(vllm_config: Any, record: Mapping[str, Any]) -> CapturePlan:
         layer_ids=record.get("layer_ids"),
         headers=headers,
         alignment=load(content_key(target, drafter, headers)),
-        last_boundary_capturable=facts.last_boundary,
+        # Where stock vLLM captures nothing, D3's own loop does, and knows the last boundary.
+        last_boundary_capturable=facts.last_boundary or facts.refused,
         fixed_fc_states=None if facts.fc_counts else 3,
         pipeline_parallel_size=vllm_config.parallel_config.pipeline_parallel_size,
     )
@@ -302,9 +303,11 @@ def _record(vllm_config: Any) -> dict[str, Any]:
 def _check_unchanged(vllm_config: Any, record: Mapping[str, Any]) -> None:
     """A change of layers after the plan would be captured, but would not be in the compile-cache key."""
     boundaries: list[int] = list(record.get("plan", {}).get("boundaries", []))
+    if not boundaries:
+        return
     hf_config = vllm_config.speculative_config.draft_model_config.hf_config
     found = getattr(hf_config, _boundaries.KEY, None)
-    if boundaries and list(found or []) != boundaries:
+    if list(found or []) != boundaries:
         raise OverlayError(
             f"vllm-kimi-eagle3: the drafter's layers were changed to {found} after boundaries {boundaries} were"
             f' planned; name the layers in --additional-config {{"{RECORD}": {{"layer_ids": [...]}}}} instead'

@@ -18,6 +18,9 @@ from .layers.plan import PlanError
 
 DESCRIPTION = "EAGLE-3 speculative decoding that is right for Kimi-K2.x and DeepSeek-V3 on vLLM."
 COMMANDS = {
+    "bench": "speed, acceptance by position and the verdict",
+    "calibrate": "measure which layers the drafter was trained on, and remember it",
+    "doctor": "is the overlay in place, and do drafter and target fit each other",
     "layers": "which layers the drafter reads, who says so, and what stock vLLM would take",
     "verify": "whether the drafter is given the right states, in every situation, on your own model",
 }

@@ -1,32 +1,73 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every fix, in the order in which they are applied. Read this page first.
 
-Each module in :mod:`vllm_kimi_eagle3.fixes` tells one defect and holds its remedy.
+Each module in :mod:`vllm_kimi_eagle3.fixes` tells one defect and holds its remedy. What is known and not mended stands
+in :data:`UNDONE`.
 """
 
 from __future__ import annotations
 
 from vllm_kimi_eagle3.fixes import (
+    aux_capture,
     cache_key,
     chunk_end_token,
     cpu_attention_block_size,
     cpu_kernel_rebinding,
     cpu_rotary_embedding,
+    draft_attention_backend,
+    draft_block_size,
+    eagle3_interface,
+    float16_stream,
+    image_attribute,
     image_placeholder,
+    k25_language_model,
     layer_rule,
+    mla_drafter,
     mtp_rewrite,
     nested_layer_ids,
+    shared_lm_head,
+    target_whitelist,
+    use_aux_flag,
 )
 from vllm_kimi_eagle3.patching.spec import Fix
 
 FIXES: tuple[Fix, ...] = (
+    target_whitelist.FIX,
+    mla_drafter.FIX,
     mtp_rewrite.FIX,
     nested_layer_ids.FIX,
     layer_rule.FIX,
     cache_key.FIX,
+    eagle3_interface.FIX,
+    aux_capture.FIX,
+    image_attribute.FIX,
+    k25_language_model.FIX,
+    draft_block_size.FIX,
     image_placeholder.FIX,
+    shared_lm_head.FIX,
+    use_aux_flag.FIX,
+    draft_attention_backend.FIX,
+    float16_stream.SCALE,
+    float16_stream.CLONE,
     chunk_end_token.FIX,
     cpu_kernel_rebinding.FIX,
     cpu_rotary_embedding.FIX,
     cpu_attention_block_size.FIX,
 )
+
+ELSEWHERE: dict[str, str] = {
+    "D14": "refused when the layers are resolved (layers/resolve.py): duplicates, range, order, pipeline stages",
+    "D20": "checked when the layers are resolved (layers/resolve.py), and written as num_aux_hidden_states",
+}
+"""Defects that are met without touching vLLM."""
+
+UNDONE: dict[str, str] = {
+    "D9": "0.22.0 to 0.25.1 with TRITON_MLA, seen at CUDA-graph capture only: needs a GPU to prove a remedy; until"
+    " then start with cudagraph_mode PIECEWISE",
+    "D19": "TRITON_MLA up to 0.30 verifies by its prefill path: slow, not wrong, and a matter of kernels and CUDA"
+    " graphs that needs a GPU to prove",
+    "D21": "image prompts: the drafter embeds the pad token where trainers used the picture's embedding; its effect is"
+    " not measured, and text is right either way",
+    "C4": "chunked prefill and prefix caching are off with MLA on CPU by a rule of the platform: a limit, not a fault",
+}
+"""Defects that are known and not mended, each with its reason."""

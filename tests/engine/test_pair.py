@@ -94,8 +94,8 @@ def test_a_spawned_engine_core_does_the_same(served: Served, predict: Predict, b
     assert not run.result["in_process"]
     assert_equal(run, predict("gqa", RIGHT))
     lines = run.log_lines("boundaries (4, 7, 9)")
-    assert any("EngineCore" in line for line in lines), "the engine core did not say what it captures"
-    assert any("EngineCore" not in line for line in lines), "the process that planned did not say so"
+    assert any("MainProcess" not in line for line in lines), "the worker did not say what it captures"
+    assert any("MainProcess" in line for line in lines), "the process that planned did not say so"
 
 
 def test_stock_takes_every_feature_one_layer_early(served: Served, predict: Predict) -> None:

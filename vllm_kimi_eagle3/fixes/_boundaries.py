@@ -31,6 +31,12 @@ def reads_top_level(tree: SourceTree, reader: str) -> bool:
     return position >= 0 and all(position < other for other in others)
 
 
+def reads_nested(tree: SourceTree, reader: str) -> bool:
+    """Whether a reader also takes the key out of a nested dictionary, as trainers write it."""
+    text = tree.text(reader)
+    return f".get('{KEY}'" in text or f"['{KEY}']" in text
+
+
 def write(context: Context) -> None:
     """Put the plan into the drafter's configuration; idempotent."""
     if context.plan is None:

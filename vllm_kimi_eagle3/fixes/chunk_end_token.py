@@ -15,12 +15,14 @@ from vllm_kimi_eagle3.patching.patcher import Installer
 from vllm_kimi_eagle3.patching.source import SourceTree
 from vllm_kimi_eagle3.patching.spec import Fix, Need, Phase, Verdict
 
-TARGET = "vllm.v1.worker.gpu_model_runner:GPUModelRunner.propose_draft_token_ids"
+_RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+TARGET = f"{_RUNNER}.propose_draft_token_ids"
 _LOOKUPS = (
     "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.prepare_next_token_ids_padded",
     "vllm.v1.spec_decode.eagle:SpecDecodeBaseProposer.prepare_next_token_ids_padded",
 )
 _WRONG = "num_tokens_no_spec"
+_PARTIAL = "discard_request_mask"
 
 
 def probe(tree: SourceTree) -> Verdict:
@@ -32,6 +34,8 @@ def probe(tree: SourceTree) -> Verdict:
         return Verdict(Need.RETIRED, f"{lookup} does not go by {_WRONG}")
     if tree.parameters(TARGET)[:2] != ("self", "scheduler_output"):
         return Verdict(Need.REFUSED, f"{TARGET} takes {tree.parameters(TARGET)}")
+    if f"self.{_PARTIAL}" not in tree.text(f"{_RUNNER}.__init__"):
+        return Verdict(Need.REFUSED, f"{_RUNNER} no longer marks partly prefilled requests in {_PARTIAL}")
     return Verdict(Need.APPLY, f"{lookup} takes the last of all known tokens")
 
 

@@ -8,24 +8,19 @@ is never used by a drafter, so the old name is given back as a second name of th
 
 from __future__ import annotations
 
+from vllm_kimi_eagle3.fixes import _proposer
 from vllm_kimi_eagle3.patching.source import SourceTree
-from vllm_kimi_eagle3.patching.spec import Context, Fix, Need, Phase, Verdict
+from vllm_kimi_eagle3.patching.spec import Context, Fix, Need, Phase, Verdict, with_eagle3_on_k25
 
 OLD, NEW = "media_placeholder_token_id", "image_token_id"
 _MODEL = "vllm.model_executor.models.kimi_k25:KimiK25ForConditionalGeneration"
-_PROPOSERS = (
-    "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.load_model",
-    "vllm.v1.spec_decode.eagle:SpecDecodeBaseProposer.load_model",
-)
 
 
 def probe(tree: SourceTree) -> Verdict:
     """The fault: the model reads the new name while the proposer reads the old one."""
     if not tree.has(_MODEL):
         return Verdict(Need.NOT_APPLICABLE, "this release has no Kimi-K2.5")
-    proposer = next((target for target in _PROPOSERS if tree.has(target)), None)
-    if proposer is None:
-        return Verdict(Need.REFUSED, "the proposer's load_model is in none of the places known")
+    proposer = _proposer.find(tree, "load_model")
     if OLD not in tree.text(proposer):
         return Verdict(Need.RETIRED, f"the proposer does not read {OLD}")
     if NEW not in tree.text(_MODEL):
@@ -40,20 +35,15 @@ def configure(context: Context) -> None:
         setattr(hf_config, OLD, getattr(hf_config, NEW))
 
 
-def wanted(context: Context) -> bool:
-    """Only Kimi-K2.5 has pictures."""
-    return context.eagle3 and context.target_architecture == "KimiK25ForConditionalGeneration"
-
-
 FIX = Fix(
     id="D11",
     name="image-placeholder",
-    targets=_PROPOSERS,
+    targets=_proposer.places("load_model"),
     phase=Phase.WORKER,
     why="Kimi-K2.5 checkpoints of the new schema crash the V1 proposer",
     upstream="none known",
     retire="the proposer reads image_token_id",
     probe=probe,
-    wanted=wanted,
+    wanted=with_eagle3_on_k25,
     configure=configure,
 )

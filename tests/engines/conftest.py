@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engine runs on whatever vLLM is installed, each in a process of its own and made once a session."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+
+from tests.drift.expected import EXPECTED, expected
+from tests.engines import tiny
+from vllm_kimi_eagle3.patching.release import installed_release
+from vllm_kimi_eagle3.patching.spec import Need
+
+HERE = Path(__file__).parent
+RELEASE = Version(installed_release() or "0").base_version
+"""The installed release, without what a build appends."""
+
+
+def applies(defect: str) -> bool:
+    """Whether the table says that the installed release has a defect."""
+    labels = [label for label in EXPECTED if label.startswith(f"{defect} ")]
+    return any(expected(label, RELEASE) is Need.APPLY for label in labels)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The tiny models' folders."""
+    root = tmp_path_factory.mktemp("models")
+    return {
+        "deepseek_v3": tiny.deepseek_v3(root / "deepseek_v3"),
+        "kimi_k25": tiny.kimi_k25(root / "kimi_k25"),
+        "drafter": tiny.drafter(root / "drafter"),
+        "mla_drafter": tiny.mla_drafter(root / "mla_drafter"),
+        "llama": tiny.llama(root / "llama"),
+    }
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+    """Run a probe script on a job; the same run is made once."""
+    made: dict[str, dict[str, Any]] = {}
+
+    def run_probe(script: str, job: dict[str, Any], **environment: str) -> dict[str, Any]:
+        key = json.dumps([script, job, environment], sort_keys=True)
+        if key not in made:
+            folder = tmp_path_factory.mktemp("run")
+            (folder / "job.json").write_text(json.dumps(job))
+            done = subprocess.run(
+                [sys.executable, str(HERE / script), str(folder / "job.json"), str(folder / "result.pt")],
+                env={
+                    **os.environ,
+                    "VLLM_CPU_KVCACHE_SPACE": "1",
+                    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+                    "VLLM_CACHE_ROOT": str(folder / "cache"),
+                    **environment,
+                },
+                capture_output=True,
+                text=True,
+                timeout=500,
+            )
+            assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+            made[key] = torch.load(folder / "result.pt", weights_only=True)
+        return made[key]
+
+    return run_probe
+
+
+@pytest.fixture(scope="session")
+def target_run(run: Callable[..., dict[str, Any]], models: dict[str, Path]) -> Callable[..., dict[str, Any]]:
+    """One of our targets in the engine, seen as a drafter would see it; see probe_target.py."""
+
+    def run_target(
+        kind: str,
+        overlay: str,
+        *,
+        revert: tuple[str, ...] = (),
+        load_drafter: bool = False,
+        **engine: Any,
+    ) -> dict[str, Any]:
+        arguments: dict[str, Any] = {
+            "model": str(models[kind]),
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": 128,
+            "max_num_seqs": 2,
+            # Kimi's processor wants a tokenizer, even for a server that serves text only.
+            "skip_tokenizer_init": kind != "kimi_k25",
+        }
+        if kind == "kimi_k25":
+            arguments["limit_mm_per_prompt"] = {"vision_chunk": 0}
+        job = {
+            "engine": {**arguments, **engine},
+            "drafter": str(models["drafter"]),
+            "mla_drafter": str(models["mla_drafter"]),
+            "boundaries": list(tiny.IDS),
+            "prompt": PROMPT,
+            "tokens": TOKENS,
+            "revert": list(revert),
+            "load_drafter": load_drafter,
+            "cuda_device_is_cpu": RELEASE.startswith("0.15."),
+        }
+        return run("probe_target.py", job, VLLM_KIMI_EAGLE3=overlay)
+
+    return run_target
+
+
+PROMPT = [1, 2, 3, 4, 5, 6, 7, 9, 200, 17]
+TOKENS = 12

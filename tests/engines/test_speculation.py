@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Speculation from end to end on the installed release: the trained pair, draft for draft as the reference predicts.
+
+``tests/engine`` looks at more, on the one release that it is written for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine import EngineRun, Request, counters, run_engine
+from tiny_kimi.materialize import HERE, materialize
+
+from tests.drift.expected import number
+from tests.engines.conftest import RELEASE
+from vllm_kimi_eagle3.reference import Drafter, SpeculationTrace, Target, greedy, speculate
+
+SPECULATES = number(RELEASE) >= number("0.20.0")
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(not SPECULATES, reason=f"the CPU engine of {RELEASE} refuses every speculation"),
+]
+RIGHT, EARLY, DEFAULT = (4, 7, 9), (3, 6, 8), (2, 5, 7)
+K, TOKENS, MAX_MODEL_LEN = 3, 32, 256
+KIMI = "kimi_k25" if number(RELEASE) >= number("0.32.0") else "kimi_k25_legacy"
+"""The configuration schema that this release reads."""
+STOCK = EARLY if number(RELEASE) >= number("0.22.0") else DEFAULT
+"""What V1 takes of nested output-rule ids: them, raw, or nothing at all."""
+OUTPUT_RULE = {"kimi_eagle3": {"layer_rule": "output"}}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return materialize(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[Request]:
+    prompts = [item["prompt"] for item in json.loads((HERE / "heldout.json").read_text())]
+    return [(list(prompt.encode()), TOKENS, []) for prompt in prompts[:4]]
+
+
+@pytest.fixture(scope="module")
+def predict(pair: dict[str, Path], requests: list[Request]) -> Callable[..., list[SpeculationTrace]]:
+    target = Target.load(pair["deepseek_v3"])
+
+    def predicted(kind: str, boundaries: tuple[int, ...]) -> list[SpeculationTrace]:
+        drafter = Drafter.load(pair[f"eagle3_{kind}_boundary"], target)
+        return [speculate(target, drafter, p, boundaries, K, n, max_model_len=MAX_MODEL_LEN) for p, n, _ in requests]
+
+    return predicted
+
+
+def serve(pair: dict[str, Path], requests: list[Request], target: str, drafter: str, **options: Any) -> EngineRun:
+    rounds = [*([request] for request in requests), requests]
+    options.setdefault("skip_tokenizer_init", "kimi" not in target)
+    return run_engine(pair[target], rounds, drafter=pair[drafter], k=K, max_model_len=MAX_MODEL_LEN, **options)
+
+
+def rate(traces: list[SpeculationTrace]) -> float:
+    return sum(t.accepted for t in traces) / sum(t.drafted for t in traces)
+
+
+def assert_predicted(run: EngineRun, traces: list[SpeculationTrace]) -> None:
+    *single, batch = run.result["rounds"]
+    for got, trace in zip(single, traces, strict=True):
+        assert got["output_ids"] == [trace.output_ids]
+        assert got["counters"] == counters(trace)
+    assert batch["output_ids"] == [trace.output_ids for trace in traces]
+    assert batch["counters"] == counters(*traces)
+
+
+@pytest.mark.parametrize(("target", "drafter"), [(KIMI, "gqa"), ("deepseek_v3", "gqa"), (KIMI, "mla")])
+def test_right_layers(
+    pair: dict[str, Path], requests: list[Request], predict: Callable[..., Any], target: str, drafter: str
+) -> None:
+    run = serve(pair, requests, target, f"eagle3_{drafter}_nested", additional_config=OUTPUT_RULE)
+    traces = predict(drafter, RIGHT)
+    assert_predicted(run, traces)
+    assert rate(traces) > 0.6
+    assert rate(traces) - rate(predict(drafter, STOCK)) > 0.05
+    reference = Target.load(pair["deepseek_v3"])
+    for got, (prompt, tokens, _) in zip(run.result["rounds"], requests, strict=False):
+        assert got["output_ids"] == [greedy(reference, prompt, tokens)]
+
+
+def test_stock_takes_other_layers(pair: dict[str, Path], requests: list[Request], predict: Callable[..., Any]) -> None:
+    """Red without the overlay: text stays right, and another set of layers is captured."""
+    run = serve(pair, requests, "deepseek_v3", "eagle3_gqa_nested", overlay="stock")
+    assert_predicted(run, predict("gqa", STOCK))
