@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from conftest import DTYPE, ON_GPU
 from engine import EngineRun
+from settings import DTYPE, ON_GPU
 
 from vllm_kimi_eagle3.verify.compare import Comparison
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import DTYPE, PROMPTS
 from engine import run_engine
+from settings import DTYPE, PROMPTS
 from toy_target import sign_layers
 
 pytestmark = pytest.mark.engine

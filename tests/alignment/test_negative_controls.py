@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from conftest import RIGHT, SETTINGS, TAMPERED
-from engine import EngineRun
+from engine import EngineRun, served_of
+from settings import RIGHT, SETTINGS, TAMPERED
 
-from vllm_kimi_eagle3.verify.compare import Comparison
+from vllm_kimi_eagle3.verify.compare import Comparison, compare
+from vllm_kimi_eagle3.verify.oracle import CheckpointOracle
 
 pytestmark = pytest.mark.engine
 Compared = Callable[..., Comparison]
@@ -71,3 +72,17 @@ def test_stock_vllm_gives_the_end_of_a_chunk_a_wrong_token(compared: Compared) -
     last = SETTINGS["stock"].requests(1)[0][0][-1]
     assert early.problems and all("token id" in problem for problem in early.problems)
     assert any(f"token id {last} at position 36," in problem for problem in early.problems)
+
+
+@pytest.mark.parametrize("setting", ["bf16", "float16"])
+def test_a_scaled_stream_is_seen_in_half_precision(
+    run: Callable[[str], EngineRun], oracle: Callable[..., CheckpointOracle], setting: str
+) -> None:
+    """As D16 would leave it, at half its size, and at 1.1 of it: the measured bar is narrower than that."""
+    s, result = SETTINGS[setting], run(setting).result
+    for factor, right in ((1.0, True), (0.5, False), (1.1, False)):
+        served = served_of(result["rounds"][0], s.requests(0))
+        for call in (call for one in served for call in one.calls):
+            call.rows = call.rows * factor
+        options = {"dtype": s.dtype, "block_size": 16, "max_model_len": 128}
+        assert compare(served, oracle("gqa", RIGHT, s.dtype), RIGHT, **options).ok is right

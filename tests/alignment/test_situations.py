@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from conftest import DTYPE, RIGHT, SETTINGS
 from engine import EngineRun
+from settings import DTYPE, RIGHT, SETTINGS
 
 from vllm_kimi_eagle3.reference import greedy
 from vllm_kimi_eagle3.verify.compare import Comparison
@@ -45,6 +45,7 @@ EXPECTED = {
     ],
     "compiled": [*BASIC, "up to max_model_len"],
     "bf16": BASIC,
+    "float16": BASIC,
 }
 
 
