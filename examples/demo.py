@@ -76,8 +76,8 @@ def capture_line(server: Server) -> str:
 def table(results: list[dict[str, Any]]) -> Table:
     """The results, one line a server."""
     view = Table(title=f"Tiny Kimi-K2.5 on vLLM's CPU engine, float32, greedy, k = {K}", title_justify="left")
-    for column in ("run", "tokens", "tok/s", "accepted", "by position", "length", "same text as\nwithout speculation"):
-        view.add_column(column, justify="left" if column == "run" else "right")
+    for column in ("run", "tokens", "tok/s", "accepted", "by position", "length", "same text"):
+        view.add_column(column, justify="left" if column == "run" else "right", no_wrap=True)
     for result in results:
         spoke = result["acceptance_rate"] is not None
         view.add_row(
@@ -102,7 +102,8 @@ def main() -> int:
     if options.prompts < 1 or options.tokens < 1:
         parser.error("--prompts and --tokens must be at least 1")
 
-    console = Console(stderr=options.json)
+    # Wide enough for the table, also where the output is no terminal and its width unknown.
+    console = Console(stderr=options.json, width=max(100, Console().width))
     pair = materialize(CACHE / "tiny_pair")
     held_out = json.loads((ROOT / "examples/tiny_kimi/heldout.json").read_text())
     prompts = [item["prompt"] for item in held_out[: options.prompts]]
@@ -127,6 +128,7 @@ def main() -> int:
         print(json.dumps({"runs": results}, indent=2))
     else:
         console.print(table(results))
+        console.print("same text: token by token, as without speculation\n", highlight=False)
         for result in results:
             console.print(f"[bold]{result['name']}[/bold] captures: {result['capture']}", highlight=False)
     return 0 if all(result["same_text"] for result in results) else 1

@@ -22,22 +22,24 @@ if [ -z "$python" ]; then
 fi
 
 # What the environment is made from; a change makes it anew.
-stamp=$(cat requirements/cpu-engine.txt pyproject.toml tools/cpu_engine.sh | sha256sum | cut -d' ' -f1)
+stamp=$(cat requirements/cpu-engine.txt requirements/vllm-alias/pyproject.toml pyproject.toml tools/cpu_engine.sh \
+  | sha256sum | cut -d' ' -f1)
 made=$venv/.made-$stamp
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 if [ ! -e "$made" ]; then
   echo "setting up $venv (about two minutes the first time)"
   rm -rf "$venv"
   "$python" -m venv "$venv"
-  "$venv/bin/pip" install --quiet --disable-pip-version-check torch==2.13.0
-  "$venv/bin/pip" install --quiet --disable-pip-version-check -r requirements/cpu-engine.txt hatchling editables
+  # torch first and by itself: what comes after must find it, not choose another build.
+  pip install --quiet "$(grep '^torch==' requirements/cpu-engine.txt)"
+  pip install --quiet -r requirements/cpu-engine.txt
   # The index's builds of these are for CUDA and don't import beside a CPU torch.
-  "$venv/bin/pip" uninstall --quiet -y torchvision torchaudio torchcodec
-  "$venv/bin/pip" install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+  pip uninstall --quiet -y torchvision torchaudio torchcodec
+  pip install --quiet --no-deps --no-build-isolation ./requirements/vllm-alias
+  pip install --quiet --no-build-isolation -e .
   touch "$made"
 fi
 if [ "$extra" = test ] && [ ! -e "$made-test" ]; then
-  "$venv/bin/python" -c 'import tomllib; print("\n".join(tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["test"]))' \
-    > "$venv/test-requirements.txt"
-  "$venv/bin/pip" install --quiet --disable-pip-version-check -r "$venv/test-requirements.txt"
+  pip install --quiet --no-build-isolation -e '.[test]'
   touch "$made-test"
 fi

@@ -303,9 +303,11 @@ def _record(vllm_config: Any) -> dict[str, Any]:
 def _check_unchanged(vllm_config: Any, record: Mapping[str, Any]) -> None:
     """A change of layers after the plan would be captured, but would not be in the compile-cache key."""
     boundaries: list[int] = list(record.get("plan", {}).get("boundaries", []))
+    if not boundaries:
+        return
     hf_config = vllm_config.speculative_config.draft_model_config.hf_config
     found = getattr(hf_config, _boundaries.KEY, None)
-    if boundaries and list(found or []) != boundaries:
+    if list(found or []) != boundaries:
         raise OverlayError(
             f"vllm-kimi-eagle3: the drafter's layers were changed to {found} after boundaries {boundaries} were"
             f' planned; name the layers in --additional-config {{"{RECORD}": {{"layer_ids": [...]}}}} instead'

@@ -18,7 +18,11 @@ from .layers.plan import PlanError
 
 DESCRIPTION = "EAGLE-3 speculative decoding that is right for Kimi-K2.x and DeepSeek-V3 on vLLM."
 COMMANDS = {
+    "bench": "speed, acceptance by position and the verdict",
+    "calibrate": "measure which layers the drafter was trained on, and remember it",
+    "doctor": "is the overlay in place, and do drafter and target fit each other",
     "layers": "which layers the drafter reads, who says so, and what stock vLLM would take",
+    "verify": "whether the drafter is given the right states, in every situation, on your own model",
 }
 """One line a command: its module is ``commands/<name>.py``."""
 
@@ -44,7 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             subparsers.add_parser(name, help=summary)
     try:
-        options = parser.parse_args(arguments)
+        options, options.rest = parser.parse_known_args(arguments)
+        if options.rest and not getattr(options, "takes_rest", False):
+            parser.error(f"unrecognized arguments: {' '.join(options.rest)}")
         return options.run(options)
     except SystemExit as stop:  # argparse: --help and --version leave with 0, bad usage with 2
         return stop.code if isinstance(stop.code, int) else 2

@@ -10,6 +10,7 @@ from __future__ import annotations
 from vllm_kimi_eagle3.fixes import (
     aux_capture,
     cache_key,
+    chunk_end_token,
     cpu_attention_block_size,
     cpu_kernel_rebinding,
     cpu_rotary_embedding,
@@ -48,6 +49,7 @@ FIXES: tuple[Fix, ...] = (
     draft_attention_backend.FIX,
     float16_stream.SCALE,
     float16_stream.CLONE,
+    chunk_end_token.FIX,
     cpu_kernel_rebinding.FIX,
     cpu_rotary_embedding.FIX,
     cpu_attention_block_size.FIX,

@@ -15,7 +15,6 @@ import argparse
 import datetime
 import json
 import re
-import shutil
 import sys
 import tempfile
 import time
@@ -27,8 +26,10 @@ sys.path[:0] = [str(ROOT / "tests/support"), str(ROOT / "examples")]
 
 from engine import EngineFailed, run_engine  # noqa: E402
 from tiny_kimi.materialize import materialize  # noqa: E402
+from widen import widen  # noqa: E402
 
 RULE = {"additional_config": {"kimi_eagle3": {"layer_rule": "output"}}}
+FORCED = {"attention_config": {"backend": "FLASH_ATTN_MLA"}}
 V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 
 # name: (target, drafter, overlay, variables, engine arguments)
@@ -40,9 +41,11 @@ CASES: dict[str, tuple[str, str | None, str, dict[str, str], dict[str, Any]]] = 
     "V1, overlay": ("kimi_k25", "eagle3_gqa_nested", "on", V1, RULE),
     "V1, stock, new K2.5 schema": ("kimi_k25", "eagle3_gqa_nested", "off", V1, {}),
     "MLA drafter, overlay": ("kimi_k25", "eagle3_mla_nested", "on", {}, RULE),
-    "MLA drafter of type deepseek_v3, stock": ("deepseek_v3", "mla_deepseek_v3", "off", {}, {}),
-    "MLA drafter of type deepseek_v3, overlay": ("deepseek_v3", "mla_deepseek_v3", "on", {}, RULE),
+    "MLA drafter of type deepseek_v3, stock": ("deepseek_v3", "eagle3_mla_nested_v3", "off", {}, {}),
+    "MLA drafter of type deepseek_v3, overlay": ("deepseek_v3", "eagle3_mla_nested_v3", "on", {}, RULE),
     "compiled with graphs, overlay": ("kimi_k25", "eagle3_gqa_nested", "on", {}, {**RULE, "enforce_eager": False}),
+    "forced MLA backend, stock": ("deepseek_v3", "eagle3_gqa_boundary", "off", {}, FORCED),
+    "forced MLA backend, overlay": ("deepseek_v3", "eagle3_gqa_boundary", "on", {}, FORCED),
     "legacy schema, stock": ("kimi_k25_legacy", "eagle3_gqa_nested", "off", {}, {}),
     "legacy schema, overlay": ("kimi_k25_legacy", "eagle3_gqa_nested", "on", {}, RULE),
     "deepseek_v3, overlay": ("deepseek_v3", "eagle3_gqa_nested", "on", {}, RULE),
@@ -50,13 +53,8 @@ CASES: dict[str, tuple[str, str | None, str, dict[str, str], dict[str, Any]]] = 
 
 
 def prepare(folder: Path) -> dict[str, Path]:
-    """The pair, and the MLA drafter under the model type that D18 is about."""
-    pair = materialize(folder)
-    drafter = folder / "mla_deepseek_v3"
-    shutil.copytree(pair["eagle3_mla_nested"], drafter)
-    config = json.loads((drafter / "config.json").read_text())
-    (drafter / "config.json").write_text(json.dumps({**config, "model_type": "deepseek_v3"}))
-    return {**pair, "mla_deepseek_v3": drafter}
+    """The pair in head sizes that CUDA's kernels take."""
+    return {name: widen(source, folder / name) for name, source in materialize(folder / "narrow").items()}
 
 
 def summary(log: str) -> str:

@@ -94,8 +94,8 @@ def test_a_spawned_engine_core_does_the_same(served: Served, predict: Predict, b
     assert not run.result["in_process"]
     assert_equal(run, predict("gqa", RIGHT))
     lines = run.log_lines("boundaries (4, 7, 9)")
-    assert any("EngineCore" in line for line in lines), "the engine core did not say what it captures"
-    assert any("EngineCore" not in line for line in lines), "the process that planned did not say so"
+    assert any("MainProcess" not in line for line in lines), "the worker did not say what it captures"
+    assert any("MainProcess" in line for line in lines), "the process that planned did not say so"
 
 
 def test_stock_takes_every_feature_one_layer_early(served: Served, predict: Predict) -> None:
@@ -118,23 +118,12 @@ def test_mla_drafter(served: Served, predict: Predict, by_rule: dict[str, Any]) 
 
 
 def test_mla_drafter_that_calls_itself_deepseek_v3(
-    pair: dict[str, Any], requests: list[Request], predict: Predict, by_rule: dict[str, Any], tmp_path: Any
+    pair: dict[str, Any], served: Served, predict: Predict, by_rule: dict[str, Any]
 ) -> None:
     """D18: refused by stock vLLM as an MTP head, served with the overlay."""
-    import json
-    import shutil
-
-    drafter = tmp_path / "drafter"
-    shutil.copytree(pair["eagle3_mla_nested"], drafter)
-    config = json.loads((drafter / "config.json").read_text())
-    (drafter / "config.json").write_text(json.dumps({**config, "model_type": "deepseek_v3"}))
-    arguments = {"drafter": drafter, "k": 3, "max_model_len": 512, **by_rule}
     with pytest.raises(EngineFailed, match="Eagle3DeepSeekMTPModel"):
-        run_engine(pair["deepseek_v3"], [requests[:1]], overlay="stock", **arguments)
-    run = run_engine(pair["deepseek_v3"], [requests[:1]], **arguments)
-    (trace,) = predict("mla", RIGHT)[:1]
-    assert run.result["rounds"][0]["output_ids"] == [trace.output_ids]
-    assert run.result["rounds"][0]["counters"] == counters(trace)
+        run_engine(pair["deepseek_v3"], [], drafter=pair["eagle3_mla_nested_v3"], overlay="stock")
+    assert_equal(served("deepseek_v3", "eagle3_mla_nested_v3", **by_rule), predict("mla", RIGHT))
 
 
 def test_new_schema_of_kimi_k25_crashes_stock_and_serves_with_the_overlay(pair: dict[str, Any], served: Served) -> None:

@@ -11,7 +11,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,14 @@ from typing import Any
 import torch
 
 from vllm_kimi_eagle3.reference import SpeculationTrace
+from vllm_kimi_eagle3.verify.capture import Call
+from vllm_kimi_eagle3.verify.drive import Served
 
 PROBE = Path(__file__).with_name("engine_probe.py")
-Request = tuple[Sequence[int], int, Sequence[int]]
-"""Prompt ids, max_tokens, stop token ids."""
+Request = tuple[Sequence[int], int, Sequence[int]] | tuple[Sequence[int], int, Sequence[int], int]
+"""Prompt ids, max_tokens, stop token ids, and the step before which it joins."""
+Round = Sequence[Request] | dict[str, Any]
+"""A batch; or one that a tamper spoils, {"requests": …, "tamper": …}."""
 
 
 class EngineFailed(AssertionError):
@@ -42,7 +47,7 @@ class EngineRun:
 
 def run_engine(
     target: Path,
-    rounds: Sequence[Sequence[Request]],
+    rounds: Sequence[Round],
     *,
     drafter: Path | None = None,
     k: int = 3,
@@ -51,6 +56,8 @@ def run_engine(
     cache: Path | None = None,
     env: dict[str, str] | None = None,
     speculative: dict[str, Any] | None = None,
+    toys: dict[str, Any] | None = None,
+    proxy: str | None = None,
     **engine: Any,
 ) -> EngineRun:
     """Start an engine, run the rounds one after another, and return what it produced.
@@ -65,11 +72,62 @@ def run_engine(
         cache: ``VLLM_CACHE_ROOT``; a fresh one by default.
         env: further variables.
         speculative: further keys of the speculative configuration.
+        toys: arguments of ``tampers.captured_subsets``, to run it at the end.
+        proxy: what the overlay is to replace by a wrapt proxy; see ``tampers.replace_by_proxies``.
         engine: further arguments of ``LLM``.
 
     Raises:
         EngineFailed: it ended with an error.
     """
+    with tempfile.TemporaryDirectory() as folder:
+        job = {"rounds": rounds, "toys": toys, "proxy": proxy}
+        settings = {"overlay": overlay, "separate_core": separate_core, "cache": cache, "env": env}
+        arguments = {**_arguments(target, drafter, k, speculative), **engine}
+        command, environment = _write(Path(folder), {**job, "engine": arguments}, **settings)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+        log = done.stdout + done.stderr
+        if done.returncode != 0:
+            raise EngineFailed(log)
+        return EngineRun(torch.load(Path(folder) / "result.pt", weights_only=True), log)
+
+
+@contextmanager
+def timed_engine(
+    target: Path, requests: Sequence[Request], *, drafter: Path, k: int = 3, overlay: str = "on", **engine: Any
+) -> Iterator[Callable[[], float]]:
+    """An engine that waits; each call of what this yields serves the requests once.
+
+    Yields:
+        A function that returns the processor seconds a step of the engine took.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = {**_arguments(target, drafter, k, None), **engine}
+        job = {"rounds": [], "timed": requests, "engine": arguments}
+        command, environment = _write(Path(folder), job, overlay=overlay)
+        log = Path(folder) / "log"
+        with log.open("w") as stderr:
+            process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True
+            )
+        assert process.stdin is not None and process.stdout is not None
+
+        def serve() -> float:
+            process.stdin.write("go\n")
+            process.stdin.flush()
+            for line in process.stdout:
+                if line.startswith("TIMED "):
+                    return float(line.split()[1])
+            raise EngineFailed(log.read_text())
+
+        try:
+            yield serve
+        finally:
+            process.stdin.close()
+            process.stdout.read()
+            process.wait(timeout=60)
+
+
+def _arguments(target: Path, drafter: Path | None, k: int, speculative: dict[str, Any] | None) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "model": str(target),
         "dtype": "float32",
@@ -87,28 +145,30 @@ def run_engine(
             "num_speculative_tokens": k,
             **(speculative or {}),
         }
-    with tempfile.TemporaryDirectory() as folder:
-        job, out = Path(folder) / "job.json", Path(folder) / "result.pt"
-        job.write_text(json.dumps({"engine": {**arguments, **engine}, "rounds": rounds}))
-        done = subprocess.run(
-            [sys.executable, str(PROBE), str(job), str(out)],
-            env={
-                **os.environ,
-                "VLLM_CPU_KVCACHE_SPACE": "1",
-                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(separate_core)),
-                "VLLM_CACHE_ROOT": str(cache or Path(folder) / "cache"),
-                "VLLM_KIMI_EAGLE3": overlay,
-                **(env or {}),
-            },
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-        log = done.stdout + done.stderr
-        if done.returncode != 0:
-            raise EngineFailed(log)
-        return EngineRun(torch.load(out, weights_only=True), log)
+    return arguments
+
+
+def _write(
+    folder: Path,
+    job: dict[str, Any],
+    *,
+    overlay: str,
+    separate_core: bool = False,
+    cache: Path | None = None,
+    env: dict[str, str] | None = None,
+) -> tuple[list[str], dict[str, str]]:
+    """Write the job; returns the probe's command line and environment."""
+    (folder / "job.json").write_text(json.dumps(job))
+    return [sys.executable, str(PROBE), str(folder / "job.json"), str(folder / "result.pt")], {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(separate_core)),
+        "VLLM_CACHE_ROOT": str(cache or folder / "cache"),
+        "VLLM_KIMI_EAGLE3": overlay,
+        **(env or {}),
+    }
 
 
 def counters(*traces: SpeculationTrace) -> dict[str, list[int]]:
@@ -119,3 +179,14 @@ def counters(*traces: SpeculationTrace) -> dict[str, list[int]]:
         "num_accepted_tokens": [sum(t.accepted for t in traces)],
         "num_accepted_tokens_per_pos": [sum(c) for c in zip(*(t.accepted_per_position for t in traces), strict=True)],
     }
+
+
+def served_of(round_result: dict[str, Any], requests: Sequence[Request]) -> list[Served]:
+    """A round's requests with what came of them, as the comparison takes them."""
+    served = [
+        Served(f"r{i}", list(request[0]), output)
+        for i, (request, output) in enumerate(zip(requests, round_result["output_ids"], strict=True))
+    ]
+    for call in round_result["calls"]:
+        served[call["of"]].calls.append(Call(**{n: v for n, v in call.items() if n != "of"}))
+    return served

@@ -3,20 +3,26 @@
 
     python engine_probe.py JOB.json RESULT.pt
 
-The job: ``engine`` (arguments of LLM), ``rounds``, each a list of requests [prompt_ids, max_tokens, stop_token_ids]
-that run as one batch, and ``revert`` (take the overlay back at the end and report what is left). The drafter's calls
-are recorded where the model lives in this process, for rounds of one request; calls of batches are kept whole.
+The job: ``engine`` (arguments of LLM), ``rounds``, ``toys`` (see ``tampers.captured_subsets``), ``proxy`` (a target of
+the overlay's to replace by a wrapt proxy) and ``timed`` (a list of requests to serve once for each line of stdin). A
+round is a list of requests [prompt_ids, max_tokens, stop_token_ids, joins_at] that run as one batch, or {"requests":
+such a list, "tamper": a name in ``TAMPERS``}. The drafter's calls are recorded where the engine core lives in this
+process.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import tampers
 import torch
-from vllm import LLM, SamplingParams
+from vllm import LLM
+
+from vllm_kimi_eagle3.verify.drive import Driver, Request
 
 
 def counters(llm: LLM) -> dict[str, list[int]]:
@@ -30,64 +36,62 @@ def model_runner(llm: LLM) -> Any:
     return core and core.model_executor.driver_worker.worker.model_runner
 
 
-def record_calls(runner: Any, calls: list[dict[str, Any]]) -> None:
-    """Append every call of the drafter to ``calls``."""
-    propose = runner.drafter.propose
+def serve_on_demand(llm: LLM, requests: list[Request]) -> None:
+    """For each line of stdin serve the requests, unobserved, and print the processor seconds a step took."""
+    driver = Driver(llm.llm_engine, record=False)
+    steps = 0
+    step = llm.llm_engine.step
 
-    def recording(*args: Any, **kw: Any) -> torch.Tensor:
-        # The engine reuses its buffers: copy before it runs.
-        seen = {n: kw[n].clone() for n in ("target_hidden_states", "target_token_ids", "target_positions")}
-        newest = kw["next_token_ids"].tolist()
-        starts = kw["common_attn_metadata"].query_start_loc.tolist()
-        drafts = propose(*args, **kw)
-        at = kw["token_indices_to_sample"]
-        for i, token in enumerate(newest):
-            end = starts[i + 1] if at is None else int(at[i]) + 1
-            calls.append(
-                {
-                    "batch": len(newest),
-                    "rows": seen["target_hidden_states"][starts[i] : end],
-                    "ids": [*seen["target_token_ids"][starts[i] + 1 : end].tolist(), token],
-                    "positions": seen["target_positions"][starts[i] : end].tolist(),
-                    "drafts": drafts[i].tolist(),
-                }
-            )
-        return drafts
+    def counting() -> Any:
+        nonlocal steps
+        steps += 1
+        return step()
 
-    runner.drafter.propose = recording
+    llm.llm_engine.step = counting  # type: ignore[method-assign]
+    for _ in sys.stdin:
+        steps = 0
+        began = time.process_time()
+        driver.run(requests)
+        print(f"TIMED {(time.process_time() - began) / steps}", flush=True)
 
 
 def main(job_file: str, result_file: str) -> None:
     job = json.loads(Path(job_file).read_text())
+    began = time.monotonic()
+    if job.get("proxy"):
+        tampers.replace_by_proxies(job["proxy"])
     llm = LLM(**job["engine"])
-    runner, calls = model_runner(llm), list[dict[str, Any]]()
-    result: dict[str, Any] = {"rounds": [], "in_process": runner is not None}
-    if runner is not None and getattr(runner, "drafter", None) is not None:
-        record_calls(runner, calls)
-        result["drafter"] = type(runner.drafter.model).__name__
-        result["drafter_max_model_len"] = getattr(runner, "effective_drafter_max_model_len", None)
-    for requests in job["rounds"]:
-        calls.clear()
+    runner = model_runner(llm)
+    result: dict[str, Any] = {"rounds": [], "in_process": runner is not None, "start_s": time.monotonic() - began}
+    observed = runner is not None and getattr(runner, "drafter", getattr(runner, "speculator", None)) is not None
+    driver = Driver(llm.llm_engine, record=observed and not job.get("timed"))
+    result |= driver.info
+    for entry in job["rounds"]:
+        requests, tamper = (entry["requests"], entry["tamper"]) if isinstance(entry, dict) else (entry, None)
         before = counters(llm)
-        params = [
-            SamplingParams(temperature=0, max_tokens=n, stop_token_ids=stop, ignore_eos=True, detokenize=False)
-            for _, n, stop in requests
-        ]
-        outputs = llm.generate([{"prompt_token_ids": p} for p, _, _ in requests], params, use_tqdm=False)
+        undo = tampers.TAMPERS[tamper](runner) if tamper else None
+        served = driver.run([Request(*request) for request in requests])
+        if undo is not None:
+            undo()
         after = counters(llm)
         result["rounds"].append(
             {
-                "output_ids": [list(o.outputs[0].token_ids) for o in outputs],
+                "output_ids": [s.output_ids for s in served],
                 "counters": {n: [int(a - b) for a, b in zip(after[n], before[n], strict=True)] for n in after},
-                "calls": list(calls),
+                "calls": [{**vars(call), "of": i} for i, s in enumerate(served) for call in s.calls],
             }
         )
+    if job.get("timed"):
+        serve_on_demand(llm, [Request(*request) for request in job["timed"]])
+    if job.get("toys"):
+        result["toys"] = tampers.captured_subsets(llm, runner, **job["toys"])
     activation = sys.modules.get("vllm_kimi_eagle3.activation")
     result["overlay_loaded"] = activation is not None
     if activation is not None:
         result["states"] = {s.fix.id: s.state.value for s in activation.ENGINE.statuses()}
         result["patched"] = activation.ENGINE.patcher.patched()
     result["compute_hash"] = llm.llm_engine.vllm_config.compute_hash()
+    result["total_s"] = time.monotonic() - began
     torch.save(result, result_file)
 
 

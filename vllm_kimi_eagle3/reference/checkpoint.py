@@ -9,7 +9,7 @@ a reference that dequantised in its own way would answer a different question fr
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ class Checkpoint:
     weights: Mapping[str, Tensor]
 
 
-class _Weights(Mapping[str, Tensor]):
+class LazyWeights(Mapping[str, Tensor]):
     """Tensors read from their file on each access, so that one layer at a time can pass through memory."""
 
     def __init__(self, files: dict[str, tuple[Path, str]], dtype: torch.dtype) -> None:
@@ -52,6 +52,13 @@ class _Weights(Mapping[str, Tensor]):
             return tensor  # d2t and t2d are integers and booleans
         # The router's bias stays float32 in every engine: rounded, it would move the choice of experts.
         return tensor.to(torch.float32 if name.endswith("e_score_correction_bias") else self._dtype)
+
+    def rows(self, name: str, indices: Sequence[int]) -> Tensor:
+        """Some rows of a matrix, without reading the others: an embedding table can be larger than all else."""
+        path, stored = self._files[name]
+        with safe_open(path, framework="pt") as f:
+            part = f.get_slice(stored)
+            return torch.cat([part[i : i + 1] for i in indices]).to(self._dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
@@ -95,7 +102,7 @@ def load_checkpoint(folder: str | Path, *, dtype: torch.dtype = torch.float32, l
                 if name in files:
                     raise ValueError(f"{folder}: {name} is in {files[name][0].name} and in {path.name}")
                 files[name] = (path, stored)
-    weights = _Weights(files, dtype)
+    weights = LazyWeights(files, dtype)
     return Checkpoint(folder, config.get("text_config", config), weights if lazy else dict(weights))
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm_kimi_eagle3.reference.checkpoint import load_checkpoint
+from vllm_kimi_eagle3.reference.checkpoint import LazyWeights, load_checkpoint
 from vllm_kimi_eagle3.reference.ops import MLA, Cache, Weights, rms_norm, swiglu
 
 
@@ -81,13 +81,39 @@ class Target:
         """Run T tokens that follow those already in ``cache`` (none: a new sequence), and extend the cache."""
         cache = Cache() if cache is None else cache
         start = cache.length
-        stream = F.embedding(torch.tensor(token_ids, device=self.embed_weight.device), self.embed_weight)
+        stream = self._embed(token_ids)
         boundaries = [stream]
         for i in range(self.num_layers):
             stream = self._layer(i, stream, cache, start)
             boundaries.append(stream)
         normed = rms_norm(self.weights, "model.norm", stream, self.eps)
         return TargetOutput(torch.stack(boundaries), normed, F.linear(normed, self.lm_head_weight))
+
+    @torch.inference_mode()
+    def features(self, token_ids: Sequence[int], boundaries: Sequence[int]) -> Tensor:
+        """A whole sequence's drafter features, (T, n * H): the boundaries side by side.
+
+        As ``forward`` has them, but it stops at the last boundary asked for, holds no other, and forgets each layer's
+        keys: with lazily read weights one layer is in memory at a time.
+
+        Raises:
+            ValueError: the boundaries are not strictly increasing, or not in 0..L.
+        """
+        wanted = list(boundaries)
+        if not wanted or wanted != sorted(set(wanted)) or wanted[0] < 0 or wanted[-1] > self.num_layers:
+            raise ValueError(f"boundaries {wanted}: need strictly increasing numbers in 0..{self.num_layers}")
+        stream = self._embed(token_ids)
+        kept = [stream] if wanted[0] == 0 else []
+        for i in range(wanted[-1]):
+            stream = self._layer(i, stream, Cache(), 0)
+            if i + 1 in wanted:
+                kept.append(stream)
+        return torch.cat(kept, dim=-1)
+
+    def _embed(self, token_ids: Sequence[int]) -> Tensor:
+        if isinstance(self.weights, LazyWeights):
+            return self.weights.rows("model.embed_tokens.weight", token_ids)
+        return F.embedding(torch.tensor(token_ids, device=self.embed_weight.device), self.embed_weight)
 
     def _layer(self, i: int, stream: Tensor, cache: Cache, start: int) -> Tensor:
         w, name = self.weights, f"model.layers.{i}"

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""In every situation in which states reach it, the drafter receives the right rows, ids and positions.
+
+The comparison is row by row with an independent reference, and draft by draft. ``test_negative_controls`` shows that
+it can fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from engine import EngineRun
+from settings import DTYPE, RIGHT, SETTINGS
+
+from vllm_kimi_eagle3.reference import greedy
+from vllm_kimi_eagle3.verify.compare import Comparison
+from vllm_kimi_eagle3.verify.oracle import CheckpointOracle
+
+pytestmark = pytest.mark.engine
+Compared = Callable[..., Comparison]
+
+BASIC = [
+    "whole prefill",
+    "verify, all accepted",
+    "verify, some accepted",
+    "verify, none accepted",
+    "step after a rejection",
+    "across a block boundary",
+    "batch",
+    "batch of prefill and verify",
+    "a request joined",
+    "a request left",
+]
+EXPECTED = {
+    "eager": [*BASIC, "up to max_model_len"],
+    "tiny cache": [*BASIC, "resumed after preemption", "up to max_model_len"],
+    "chunked": [
+        # Of one draft, all or none are accepted; every prompt is longer than a chunk.
+        *(name for name in BASIC if name not in ("verify, some accepted", "whole prefill")),
+        "chunked prefill",
+        "prefix-cache hit",
+        "decode of one token",
+        "up to max_model_len",
+    ],
+    "compiled": [*BASIC, "up to max_model_len"],
+    "bf16": BASIC,
+    "float16": BASIC,
+}
+
+
+@pytest.mark.parametrize(
+    ("setting", "situation"), [(setting, name) for setting, names in EXPECTED.items() for name in names]
+)
+def test_the_drafter_receives_what_it_should(compared: Compared, setting: str, situation: str) -> None:
+    comparison = compared(setting)
+    assert situation in comparison.situations, f"the engine never was in it: {sorted(comparison.situations)}"
+    found = comparison.situations[situation]
+    assert found.ok, found.to_json()
+    assert found.rows > 0
+    if SETTINGS[setting].dtype == "float32":
+        assert found.max_relative_error < 1e-4
+        assert found.wrong_drafts == 0
+
+
+@pytest.mark.parametrize("setting", EXPECTED)
+def test_nothing_else_is_wrong_either(compared: Compared, setting: str) -> None:
+    comparison = compared(setting)
+    assert comparison.problems == []
+    assert comparison.ok, [s.to_json() for s in comparison.situations.values() if not s.ok]
+    print(setting, {s.name: (s.rows, f"{s.max_relative_error:.1e}") for s in comparison.situations.values()})
+
+
+@pytest.mark.parametrize("setting", EXPECTED)
+def test_the_engine_captures_the_right_boundaries(run: Callable[[str], EngineRun], setting: str) -> None:
+    assert run(setting).result["captured"] == list(RIGHT)
+
+
+@pytest.mark.skipif(DTYPE != "float32", reason="text is only reproducible to the token in float32")
+@pytest.mark.parametrize("setting", ["eager", "tiny cache", "chunked", "compiled"])
+def test_text_is_the_reference_s(
+    run: Callable[[str], EngineRun], oracle: Callable[..., CheckpointOracle], setting: str
+) -> None:
+    target = oracle("gqa", RIGHT, "float32").target
+    for index, got in enumerate(run(setting).result["rounds"]):
+        for (prompt, tokens, *_), output in zip(SETTINGS[setting].requests(index), got["output_ids"], strict=True):
+            assert output == greedy(target, prompt, tokens, max_model_len=128)

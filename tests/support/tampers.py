@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ways to capture the wrong thing, on a running V1 engine in eager mode: what every assertion has to notice.
+
+Each takes the model runner, spoils what it hands the drafter, and returns a function that mends it. Used by
+engine_probe.py, in the engine's process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import combinations
+from typing import Any
+
+import torch
+
+from vllm_kimi_eagle3.verify.capture import inner_model
+from vllm_kimi_eagle3.verify.drive import Driver, Request
+
+Undo = Callable[[], None]
+
+
+def _shifted(by: int) -> Callable[[Any], Undo]:
+    def tamper(runner: Any) -> Undo:
+        model = runner.get_model()
+        right = tuple(inner_model(runner).aux_hidden_state_layers)
+        model.set_aux_hidden_state_layers(tuple(b + by for b in right))
+        return lambda: model.set_aux_hidden_state_layers(right)
+
+    return tamper
+
+
+def _changed(change: Callable[[Any, list[torch.Tensor]], list[torch.Tensor]]) -> Callable[[Any], Undo]:
+    """Spoil the aux hidden states on their way out of the model."""
+
+    def tamper(runner: Any) -> Undo:
+        forward = runner._model_forward
+
+        def spoilt(*args: Any, **kwargs: Any) -> Any:
+            hidden, aux = forward(*args, **kwargs)
+            return hidden, change(runner, aux)
+
+        runner._model_forward = spoilt
+
+        def undo() -> None:
+            del runner._model_forward
+
+        return undo
+
+    return tamper
+
+
+def _post_norm(runner: Any, aux: list[torch.Tensor]) -> list[torch.Tensor]:
+    model = inner_model(runner)
+    norms = [model.layers[b].input_layernorm for b in model.aux_hidden_state_layers]
+    return [norm(a.clone()) for norm, a in zip(norms, aux, strict=True)]
+
+
+def _without_residual(runner: Any) -> Undo:
+    model, seen = inner_model(runner), dict[int, torch.Tensor]()
+    boundaries = sorted(model.aux_hidden_state_layers)
+    hooks = [
+        model.layers[b].register_forward_pre_hook(lambda _, args, b=b: seen.__setitem__(b, args[1].clone()))
+        for b in boundaries
+    ]
+    undo = _changed(lambda _, aux: [seen[b] for b in boundaries])(runner)
+
+    def mend() -> None:
+        undo()
+        for hook in hooks:
+            hook.remove()
+
+    return mend
+
+
+def _stale(runner: Any) -> Undo:
+    before: list[torch.Tensor] = []
+
+    def last_step(_: Any, aux: list[torch.Tensor]) -> list[torch.Tensor]:
+        old = before[:] or aux
+        before[:] = [a.clone() for a in aux]
+        # As when a buffer is written too late: what the last step left there, as far as it goes.
+        return [torch.cat([o[: len(a)], a[len(o) :]]) for o, a in zip(old, aux, strict=True)]
+
+    return _changed(last_step)(runner)
+
+
+TAMPERS: dict[str, Callable[[Any], Undo]] = {
+    "one boundary early": _shifted(-1),
+    "one boundary late": _shifted(1),
+    "permuted states": _changed(lambda _, aux: [aux[1], aux[0], aux[2]]),
+    "post-norm states": _changed(_post_norm),
+    "residual left out": _without_residual,
+    "last step's states": _stale,
+}
+
+
+def replace_by_proxies(target: str) -> None:
+    """From now on the overlay replaces ``target`` by a wrapt proxy around the original, which calls what it would put.
+
+    In eager mode that is as good. Dynamo, though, looks through a proxy at the function behind it.
+    """
+    import wrapt
+
+    from vllm_kimi_eagle3.patching.patcher import Installer
+
+    replace: Any = Installer.replace
+
+    def by_proxy(self: Any, name: str, new: Any) -> Any:
+        if name != target:
+            return replace(self, name, new)
+        proxy = wrapt.FunctionWrapper(
+            self.original(name), lambda _, instance, args, kwargs: new(instance, *args, **kwargs)
+        )
+        return replace(self, name, proxy)
+
+    Installer.replace = by_proxy  # type: ignore[method-assign]
+
+
+def captured_subsets(llm: Any, runner: Any, layers: int, prompt: list[int]) -> dict[str, Any]:
+    """For every subset of boundaries 1..layers: which boundary each captured state is, by its signature.
+
+    The toy target writes dimension k + 1 in layer k and nowhere else, so boundary b has dimensions 1..b set and no
+    other up to ``layers``. The drafter does not run: its fc takes three states only.
+    """
+    rows: list[torch.Tensor] = []
+
+    def propose(*_: Any, **kwargs: Any) -> torch.Tensor:
+        rows.append(kwargs["target_hidden_states"].clone())
+        return torch.zeros(len(kwargs["next_token_ids"]), kwargs["num_speculative_tokens"], dtype=torch.long)
+
+    configured = list(inner_model(runner).aux_hidden_state_layers)
+    runner.drafter.propose, recorder = propose, runner.drafter.propose
+    driver = Driver(llm.llm_engine, record=False)
+    found: list[tuple[list[int], list[int]]] = []
+    try:
+        for size in range(1, layers + 1):
+            for subset in combinations(range(1, layers + 1), size):
+                rows.clear()
+                runner.get_model().set_aux_hidden_state_layers(subset)
+                driver.run([Request(prompt, 1)])
+                states = rows[0].unflatten(1, (size, -1))[..., 1 : layers + 1] != 0
+                signs = [_boundary(states[:, i]) for i in range(size)]
+                found.append((list(subset), signs))
+    finally:
+        runner.drafter.propose = recorder
+        runner.get_model().set_aux_hidden_state_layers(tuple(configured))
+    try:
+        runner.get_model().set_aux_hidden_state_layers((0, 1))
+        driver.run([Request(prompt, 1)])
+        embeddings = "captured"
+    except TypeError as error:
+        embeddings = f"TypeError: {error}"
+    return {"configured": configured, "found": found, "embeddings": embeddings}
+
+
+def _boundary(written: torch.Tensor) -> int:
+    """(T, layers) of what is set: the boundary that has this in every row; -1 if none has."""
+    count = int(written[0].sum())
+    expected = torch.arange(written.shape[1]) < count
+    return count if bool((written == expected).all()) else -1

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-kimi-eagle3 verify`` on the real engine: right on the pair, exit 1 on a wrong capture, 2 on bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_kimi.materialize import HERE, materialize
+
+ENGINE = pytest.mark.engine
+BY_RULE = ["--additional-config", '{"kimi_eagle3": {"layer_rule": "output"}}']
+SMALL = ["--max-model-len", "256", "--max-num-seqs", "8", "--enforce-eager"]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return materialize(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def verify(tmp_path_factory: pytest.TempPathFactory, pair: dict[str, Path]) -> Any:
+    folder = tmp_path_factory.mktemp("verify")
+    prompts = [item["prompt"] for item in json.loads((HERE / "heldout.json").read_text())][::8]
+    (folder / "prompts.json").write_text(json.dumps(prompts))
+
+    @cache
+    def run(*arguments: str, overlay: str = "on") -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "vllm_kimi_eagle3.cli", "verify", *arguments],
+            env={
+                **os.environ,
+                "VLLM_KIMI_EAGLE3": overlay,
+                "VLLM_CACHE_ROOT": str(folder / "cache"),
+                "VLLM_CPU_KVCACHE_SPACE": "1",
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            },
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+
+    run.prompts = ["--prompts", str(folder / "prompts.json")]  # type: ignore[attr-defined]
+    run.folder = folder  # type: ignore[attr-defined]
+    return run
+
+
+@ENGINE
+def test_right_on_the_pair(verify: Any, pair: dict[str, Path]) -> None:
+    page = verify.folder / "right.html"
+    done = verify(
+        *("--target", str(pair["kimi_k25"]), "--drafter", str(pair["eagle3_gqa_nested"]), "--json"),
+        *("--report", str(page), "--dtype", "float32", *verify.prompts, *BY_RULE, *SMALL),
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert found["ok"] and found["max_relative_error"] < 1e-4
+    assert found["reference"] == "hf" and found["cannot_see"] == ""
+    assert found["boundaries"] == found["captured"] == [4, 7, 9]
+    names = {s["name"] for s in found["situations"]}
+    assert {"whole prefill", "verify, all accepted", "verify, none accepted", "batch of prefill and verify"} <= names
+    for s in found["situations"]:
+        assert s["ok"] and s["rows"] > 0 and s["max_relative_error"] < 1e-4 and s["wrong_drafts"] == 0
+    assert "served" in done.stderr and "compared" in done.stderr
+    assert page.read_text().count("<rect") > 100
+
+
+@ENGINE
+def test_exit_1_on_a_wrong_capture(verify: Any, pair: dict[str, Path]) -> None:
+    """Stock vLLM, one layer early; the legacy schema keeps D11 out of the way."""
+    done = verify(
+        *("--target", str(pair["kimi_k25_legacy"]), "--drafter", str(pair["eagle3_gqa_nested"])),
+        *("--dtype", "float32", *verify.prompts, *BY_RULE, *SMALL),
+        overlay="stock",
+    )
+    assert done.returncode == 1, done.stderr[-3000:]
+    assert done.stdout.startswith("----- vllm-kimi-eagle3 verify -----")
+    assert done.stdout.count("WRONG") > 8
+    assert "the model captures boundaries [3, 6, 8], but the drafter was trained on [4, 7, 9]" in done.stdout
+    assert str(pair["kimi_k25_legacy"]) not in done.stdout, "the block is to be pasted: no paths"
+
+
+@ENGINE
+def test_self_needs_no_second_copy_and_says_what_it_cannot_see(verify: Any, pair: dict[str, Path]) -> None:
+    done = verify(
+        *("--target", str(pair["deepseek_v3"]), "--drafter", str(pair["eagle3_mla_nested"]), "--reference", "self"),
+        *("--json", "--dtype", "bfloat16", *BY_RULE, *SMALL),
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert found["reference"] == "self" and "wrong layer" in found["cannot_see"]
+    assert found["ok"] and 0 < found["max_relative_error"] < 0.1
+    assert all(s["wrong_drafts"] is None for s in found["situations"])
+
+
+BAD: dict[str, tuple[list[str], list[str]]] = {
+    "no target": (["--target", "nowhere/at/all", "--drafter", "DRAFTER"], ["nowhere/at/all", "no such folder"]),
+    "no drafter": (["--target", "TARGET", "--drafter", "./nothing"], ["./nothing", "no such folder"]),
+    "empty folder": (["--target", "TARGET", "--drafter", "EMPTY"], ["config.json"]),
+    "no drafts": (["--target", "TARGET", "--drafter", "DRAFTER", "--num-speculative-tokens", "0"], ["0", "at least 1"]),
+    "tolerance": (["--target", "TARGET", "--drafter", "DRAFTER", "--tolerance", "nan"], ["nan", "above 0"]),
+    "report": (["--target", "TARGET", "--drafter", "DRAFTER", "--report", "no/such/x.html"], ["no/such/x.html"]),
+    "hf by name": (["--target", "a/b", "--drafter", "DRAFTER", "--reference", "hf"], ["must be folders"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_sentence(verify: Any, pair: dict[str, Path], tmp_path: Path, name: str) -> None:
+    folders = {"TARGET": pair["deepseek_v3"], "DRAFTER": pair["eagle3_gqa_boundary"], "EMPTY": tmp_path}
+    arguments, words = BAD[name]
+    done = verify(*(str(folders.get(a, a)) for a in arguments))
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    for word in words:
+        assert word in line
+
+
+@ENGINE
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--no-such-argument", "7"], "no-such-argument"),
+        (["--speculative-config", '{"method": "ngram"}'], "ngram"),
+        (["--additional-config", '{"kimi_eagle3": {"layer_ids": [4, 7, 11]}}'], "11"),
+    ],
+)
+def test_what_vllm_refuses_is_one_sentence(verify: Any, pair: dict[str, Path], arguments: list[str], word: str) -> None:
+    done = verify("--target", str(pair["deepseek_v3"]), "--drafter", str(pair["eagle3_gqa_boundary"]), *arguments)
+    assert done.returncode == 2 and done.stdout == ""
+    assert "Traceback" not in done.stderr
+    assert word in done.stderr.splitlines()[-1]

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The comparison itself, without an engine: what it calls each situation, and that nothing slips through."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from vllm_kimi_eagle3.verify.capture import Call
+from vllm_kimi_eagle3.verify.compare import Comparison, compare
+from vllm_kimi_eagle3.verify.drive import Served
+from vllm_kimi_eagle3.verify.report import Facts, block, html, to_json
+
+BOUNDARIES = (2, 5)
+TEXT = [7, 8, 9, 10, 11, 12, 13, 14]
+FACTS = Facts(
+    version="1",
+    vllm="0.32.0",
+    torch="2",
+    runner="V1",
+    device="cpu",
+    ranks=1,
+    dtype="float32",
+    target="T",
+    drafter="<script>",
+    k=2,
+    rule="output",
+    decided_by="you",
+    boundaries=[2, 5],
+    captured=[2, 5],
+    reference="hf",
+    requests=1,
+    tokens=8,
+    accepted_per_step=1.0,
+    overlay="on",
+)
+
+
+def states(tokens: Sequence[int]) -> Tensor:
+    """(T, 8): two boundaries of width 4, made of token and position."""
+    at = torch.arange(len(tokens), dtype=torch.float32)
+    return torch.stack([torch.tensor(tokens) + 0.5 * i + at for i in range(8)], dim=1)
+
+
+class Oracle:
+    def __init__(self, floor: float | None = None) -> None:
+        self.floor = floor
+
+    def features(self, tokens: Sequence[int]) -> Tensor:
+        return states(tokens)
+
+    def rounded(self, tokens: Sequence[int]) -> Tensor | None:
+        return None if self.floor is None else states(tokens) * (1 + self.floor)
+
+    def drafts(self, features: Tensor, tokens: Sequence[int], calls: Sequence[Call]) -> list[list[int]]:
+        return [[1, 2] for _ in calls]
+
+
+def served() -> Served:
+    """Prompt of 4, all of two drafts accepted, then one of two, cut at the limit of tokens."""
+    rows = states([*TEXT, 15])
+    one = Served("r0", TEXT[:4], TEXT[4:])
+    for step, (start, end, scheduled) in enumerate([(0, 4, 4), (4, 7, 3), (7, 9, 3)]):
+        ids = [*TEXT, 15, 16][start + 1 : end + 1]
+        one.calls.append(Call("r0", step, rows[start:end], ids, list(range(start, end)), [1, 2], scheduled))
+    return one
+
+
+def judge(*ones: Served, oracle: Oracle | None = None, **options: Any) -> Comparison:
+    options = {"dtype": "float32", "block_size": 16, "max_model_len": 99, **options}
+    return compare(ones, oracle or Oracle(), BOUNDARIES, **options)
+
+
+def test_right_rows_pass_and_situations_have_their_names() -> None:
+    found = judge(served())
+    assert found.ok, found.problems
+    assert set(found.situations) == {"whole prefill", "verify, all accepted", "verify, some accepted"}
+    assert {s.name: s.rows for s in found.situations.values()}["verify, some accepted"] == 2
+
+
+def spoil_row(one: Served) -> None:
+    one.calls[1].rows = one.calls[1].rows.clone()
+    one.calls[1].rows[0, 5] *= 1.01
+
+
+def spoil_nan(one: Served) -> None:
+    one.calls[1].rows = one.calls[1].rows.clone()
+    one.calls[1].rows[2, 0] = math.nan
+
+
+def spoil_id(one: Served) -> None:
+    one.calls[1].ids[1] += 1
+
+
+def spoil_prompt_id(one: Served) -> None:
+    one.calls[0].ids[0] += 1
+
+
+def spoil_position(one: Served) -> None:
+    one.calls[1].positions = [4, 5, 5]
+
+
+def skip_a_step(one: Served) -> None:
+    del one.calls[1]
+
+
+def never_drafted(one: Served) -> None:
+    one.calls.clear()
+
+
+def narrow_rows(one: Served) -> None:
+    one.calls[1].rows = one.calls[1].rows[:, :6]
+
+
+def swap_boundaries(one: Served) -> None:
+    for call in one.calls:
+        call.rows = call.rows.roll(4, dims=1)
+
+
+def other_draft(one: Served) -> None:
+    one.calls[2].drafts = [1, 3]
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        spoil_row,
+        spoil_nan,
+        spoil_id,
+        spoil_prompt_id,
+        spoil_position,
+        skip_a_step,
+        never_drafted,
+        narrow_rows,
+        swap_boundaries,
+        other_draft,
+    ],
+)
+def test_whatever_differs_is_seen_and_printed(spoil: Any) -> None:
+    one = served()
+    spoil(one)
+    found = judge(one)
+    assert not found.ok
+    assert "WRONG" in block(FACTS, found)
+    assert to_json(FACTS, found)["ok"] is False
+    if found.situations:
+        assert "wrong" in html(FACTS, found)
+
+
+def test_no_requests_are_no_proof() -> None:
+    assert not judge().ok
+
+
+def test_a_request_that_starts_again_was_preempted() -> None:
+    one = served()
+    one.calls.append(Call("r0", 9, states(TEXT), [*TEXT[1:], 15], list(range(8)), [1, 2], 8))
+    found = judge(one)
+    assert found.ok, found.problems
+    assert found.situations["resumed after preemption"].rows == 8
+
+
+@pytest.mark.parametrize(("prompt", "start", "name"), [(8, 4, "prefix-cache hit"), (8, 0, "chunked prefill")])
+def test_parts_of_a_prompt(prompt: int, start: int, name: str) -> None:
+    one = Served("r0", TEXT[:prompt], [15])
+    end = 8 if start else 4
+    one.calls.append(
+        Call("r0", 0, states(TEXT)[start:end], [*TEXT, 15][start + 1 : end + 1], [*range(start, end)], [1, 2], 4)
+    )
+    assert set(judge(one).situations) == {name}
+
+
+def test_batches() -> None:
+    first, second = served(), served()
+    second.name = "r1"
+    for call in second.calls:
+        call.step += 1
+    names = set(judge(first, second).situations)
+    assert {"batch", "batch of prefill and verify", "a request joined", "a request left"} <= names
+
+
+def test_the_bar_is_twice_the_rounding_of_a_same_dtype_reference() -> None:
+    one = served()
+    for call in one.calls:
+        call.rows = call.rows * 1.003
+    assert judge(one, oracle=Oracle(floor=0.002), dtype="bfloat16").ok
+    assert not judge(one, oracle=Oracle(floor=0.001), dtype="bfloat16").ok
+    assert not judge(one, oracle=Oracle(floor=0.002), dtype="bfloat16", bar=0.001).ok
+
+
+def test_the_page_holds_everything_and_escapes() -> None:
+    page = html(FACTS, judge(served()))
+    assert "<script>" not in page and "&lt;script&gt;" in page
+    assert not re.search(r"(src|href)=|https?://|@import|url\(", page)
+    assert page.count("<rect") > 2 * 9
+    assert "boundary 5, position 3" in page
+
+
+def test_the_page_draws_nan_and_long_texts() -> None:
+    one = Served("r0", list(range(700)), [5])
+    one.calls.append(Call("r0", 0, states(range(700)), [*range(1, 700), 5], list(range(700)), [1, 2], 700))
+    one.calls[0].rows[650, 1] = math.nan
+    found = judge(one)
+    assert not found.ok
+    page = html(FACTS, found)
+    assert "#ffd600" in page
+    assert page.count("<rect") <= 2 * 2 * 160 + 8, "two panels of two boundaries"

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From runs, files and an earlier calibration to the evidence that the verdict is made of."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from vllm_kimi_eagle3.bench.measure import Run
+from vllm_kimi_eagle3.bench.statistics import Share
+from vllm_kimi_eagle3.bench.verdict import Boundaries, Evidence
+from vllm_kimi_eagle3.doctor.checkpoint import check_pair, plan_of, read_pair
+from vllm_kimi_eagle3.layers import PlanError, facts_of, stock_boundaries
+from vllm_kimi_eagle3.layers.files import read_object
+from vllm_kimi_eagle3.layers.stock import NEWEST
+from vllm_kimi_eagle3.patching.release import installed_release
+
+VOCABULARY_CHECKS = ("d2t", "d2t-range", "d2t-unique", "draft-vocabulary")
+FIT_CHECKS = ("trained-for", "fc-width")
+MAX_CALIBRATION = 1 << 20
+
+
+def main_run(runs: Sequence[Run], name: str) -> Run | None:
+    """A server's run that speaks for it: greedy before sampled, one request at a time before many."""
+    own = [run for run in runs if run.name == name]
+    return min(own, key=lambda run: (run.setting.concurrency, run.setting.temperature), default=None)
+
+
+def speedup_of(runs: Sequence[Run], name: str) -> float | None:
+    """A server's speed against the baseline's under the same setting; None without one."""
+    run = main_run(runs, name)
+    if run is None:
+        return None
+    base = next((other for other in runs if other.name == "baseline" and other.setting == run.setting), None)
+    return run.tok_s / base.tok_s if base is not None and base.tok_s else None
+
+
+def evidence_of(
+    runs: Sequence[Run],
+    name: str,
+    *,
+    target: Path | None = None,
+    drafter: Path | None = None,
+    calibration: Path | None = None,
+) -> Evidence:
+    """All that is known about the server called ``name``.
+
+    Args:
+        runs: everything that was measured.
+        name: the run to judge.
+        target: the target's folder, for what its files say.
+        drafter: the drafter's folder.
+        calibration: a file that ``calibrate --json`` wrote.
+
+    Raises:
+        PlanError: a folder or the file can't be read.
+    """
+    facts: dict[str, Any] = {}
+    if target is not None and drafter is not None and target.is_dir() and drafter.is_dir():
+        facts = _files(target, drafter)
+    if calibration is not None:
+        facts.update(read_calibration(calibration))
+    run, control = main_run(runs, name), main_run(runs, "control")
+    first = control.counters.by_position[:1] if control is not None else ()
+    if control is not None and first:
+        facts["control_first"] = Share(first[0], control.counters.drafts)
+    if run is not None:
+        facts.update(
+            drafts=run.counters.drafts,
+            accepted=run.counters.by_position,
+            greedy=run.setting.temperature == 0,
+            speedup=speedup_of(runs, name),
+        )
+    return Evidence(**facts)
+
+
+def _files(target: Path, drafter: Path) -> dict[str, Any]:
+    pair = read_pair(target, drafter, layer_rule=os.environ.get("VLLM_KIMI_EAGLE3_LAYER_RULE") or None)
+    bad = [f for f in check_pair(pair) if f.level in ("warning", "error")]
+    facts: dict[str, Any] = {
+        "vocabulary_faults": tuple(f.message for f in bad if f.id in VOCABULARY_CHECKS and f.level == "error"),
+        "fit_faults": tuple(f.message for f in bad if f.id in FIT_CHECKS),
+    }
+    release = installed_release() or NEWEST
+    try:
+        plan = plan_of(pair)
+        if os.environ.get("VLLM_KIMI_EAGLE3", "on").strip().lower() in ("off", "stock"):
+            facts_of(release)
+            stock = stock_boundaries(release, pair.target, pair.drafter)
+            captured = stock.runner(stock.default).boundaries
+            certain = captured == plan.boundaries and plan.decided_by != "ambiguous"
+            facts.update(captured=captured, certain=certain)
+        else:
+            facts.update(captured=plan.boundaries, certain=plan.decided_by != "ambiguous")
+    except PlanError:
+        pass  # doctor's finding "layers" says it; nothing is known about what such a server captures
+    return facts
+
+
+def read_calibration(path: Path) -> dict[str, Any]:
+    """``trials``, ``relabelled`` and ``reference`` of a calibration's JSON.
+
+    Raises:
+        PlanError: it is not one.
+    """
+    data = read_object(path, MAX_CALIBRATION)
+    try:
+        trials: dict[Boundaries, Share] = {}
+        for trial in data["trials"]:
+            trials[tuple(int(b) for b in trial["boundaries"])] = _share(trial)
+        relabelled = data.get("relabelled")
+        reference = cast("list[Mapping[str, Any]]", data.get("per_position") or [])
+        return {
+            "trials": trials,
+            "relabelled": None if relabelled is None else _share(relabelled),
+            "reference": tuple(_share(position) for position in reference),
+        }
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise PlanError(f"{path} is not what `vllm-kimi-eagle3 calibrate --json` prints") from None
+
+
+def _share(data: Mapping[str, Any]) -> Share:
+    hits, total = int(data["hits"]), int(data["total"])
+    if not 0 <= hits <= total:
+        raise ValueError("hits out of range")
+    return Share(hits, total)

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Record what the drafter receives, in the worker that runs it.
+
+The functions here are sent to every worker by vLLM's ``collective_rpc``, so they work wherever the model lives, with
+tensor parallelism too: the rows are the same on every rank, so rank 0 keeps them and the others keep their norms.
+
+Known to the recorder are the two model runners' ways to call a drafter: ``drafter.propose`` (V1,
+v1/worker/gpu_model_runner.py and v1/spec_decode) and ``speculator.propose`` (V2, v1/worker/gpu). Both are Python in
+eager, compiled and CUDA-graph runs alike, so what they are given is seen in each. What happens inside a drafter's
+captured graph is not seen; its drafts are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ATTRIBUTE = "_kimi_eagle3_recorder"
+
+
+@dataclass
+class Call:
+    """What the drafter received for one request in one step, and proposed.
+
+    Attributes:
+        request: the engine's id of the request.
+        step: number of the drafter's call in this worker, from 0; calls of one batch share it.
+        rows: (T, n * H), fc's input for the confirmed tokens, on the CPU. The engine carries rejected tokens' rows
+            behind them, which nothing that matters attends to. On ranks other than 0: (T,), the rows' norms.
+        ids: T token ids; row i's is the token after ``positions[i]``.
+        positions: T positions.
+        drafts: k token ids.
+        scheduled: rows that the target ran for this request, rejected ones included.
+    """
+
+    request: str
+    step: int
+    rows: Tensor
+    ids: list[int]
+    positions: list[int]
+    drafts: list[int]
+    scheduled: int
+
+
+@dataclass
+class _Recorder:
+    """One worker's calls since the last drain."""
+
+    rank: int
+    limit: int
+    """Bytes of rows to hold; what comes after is counted and dropped."""
+    owner: Any
+    step: int = 0
+    held: int = 0
+    dropped: int = 0
+    calls: list[Call] = field(default_factory=list[Call])
+    undo: list[str] = field(default_factory=list[str])
+    received: tuple[Tensor, Tensor] | None = None
+
+    def add(self, request: str, rows: Tensor, ids: Tensor, positions: Tensor, drafts: Tensor, scheduled: int) -> None:
+        kept = rows.detach().to("cpu", copy=True) if self.rank == 0 else rows.detach().float().norm(dim=-1).cpu()
+        self.held += kept.numel() * kept.element_size()
+        if self.held > self.limit:
+            self.dropped += 1
+            return
+        # M-RoPE has three positions a token; text has the same in all of them.
+        flat = positions[0] if positions.dim() == 2 else positions
+        self.calls.append(Call(request, self.step, kept, ids.tolist(), flat.tolist(), drafts.tolist(), scheduled))
+
+    def replace(self, name: str, function: Any) -> None:
+        setattr(self.owner, name, function)
+        self.undo.append(name)
+
+
+def install(worker: Any, limit: int = 256 << 20) -> dict[str, Any]:
+    """Start to record in this worker.
+
+    Args:
+        worker: given by ``collective_rpc``.
+        limit: bytes of rows to hold between two drains.
+
+    Returns:
+        What the worker knows: runner, rank, the boundaries that the model captures, dtype, block size.
+
+    Raises:
+        RuntimeError: no drafter, or recording already.
+    """
+    runner = worker.model_runner
+    v2 = getattr(runner, "speculator", None) is not None
+    drafter = runner.speculator if v2 else getattr(runner, "drafter", None)
+    if drafter is None:
+        raise RuntimeError("this worker has no drafter: is speculation configured?")
+    if hasattr(runner, _ATTRIBUTE):
+        raise RuntimeError("this worker records already")
+    recorder = _Recorder(rank=int(getattr(worker, "rank", 0)), limit=limit, owner=drafter)
+    setattr(runner, _ATTRIBUTE, recorder)
+    (_record_v2 if v2 else _record_v1)(runner, recorder)
+    config = runner.vllm_config
+    return {
+        "runner": "V2" if v2 else "V1",
+        "rank": recorder.rank,
+        "drafter": type(drafter.model).__name__,
+        "captured": captured_boundaries(runner),
+        "dtype": str(config.model_config.dtype).removeprefix("torch."),
+        "block_size": config.cache_config.block_size,
+        "device": str(getattr(runner, "device", "")),
+        "drafter_max_model_len": getattr(runner, "effective_drafter_max_model_len", None),
+    }
+
+
+def drain(worker: Any) -> tuple[list[Call], int]:
+    """Hand over the calls recorded since the last time, and how many were dropped for want of room."""
+    recorder: _Recorder = getattr(worker.model_runner, _ATTRIBUTE)
+    calls, dropped = recorder.calls, recorder.dropped
+    recorder.calls, recorder.held, recorder.dropped = [], 0, 0
+    return calls, dropped
+
+
+def remove(worker: Any) -> None:
+    """Stop recording; the drafter is as it was."""
+    recorder: _Recorder = getattr(worker.model_runner, _ATTRIBUTE)
+    for name in recorder.undo:
+        delattr(recorder.owner, name)
+    delattr(worker.model_runner, _ATTRIBUTE)
+
+
+def inner_model(runner: Any) -> Any:
+    """The target's ``DeepseekV2Model``, whatever wraps it."""
+    model: Any = runner.get_model()
+    model = getattr(model, "language_model", model)
+    return model.model
+
+
+def captured_boundaries(runner: Any) -> list[int] | None:
+    """The boundaries that the target's model says it captures; None where it does not say."""
+    layers = getattr(inner_model(runner), "aux_hidden_state_layers", None)
+    return None if layers is None else [int(i) for i in layers]
+
+
+def _received(recorder: _Recorder) -> tuple[Tensor, Tensor]:
+    """The ids and positions of the first pass that the drafter just ran."""
+    if recorder.received is None:
+        raise RuntimeError("the drafter ran without announcing its first pass: this vLLM is not known here")
+    return recorder.received
+
+
+def _record_v1(runner: Any, recorder: _Recorder) -> None:
+    drafter = recorder.owner
+    propose, first_pass = drafter.propose, drafter.set_inputs_first_pass
+
+    def set_inputs_first_pass(*args: Any, **kwargs: Any) -> Any:
+        result = first_pass(*args, **kwargs)
+        # The buffers that the drafter's model reads, not what they were made from.
+        count = result[0]
+        recorder.received = drafter.input_ids[:count].clone(), drafter._get_positions(count).clone()
+        return result
+
+    def recording(*args: Any, **kwargs: Any) -> Any:
+        # The engine reuses its buffers and changes its metadata: copy before it runs.
+        rows = kwargs["target_hidden_states"].clone()
+        starts = kwargs["common_attn_metadata"].query_start_loc.tolist()
+        last = kwargs.get("token_indices_to_sample", kwargs.get("last_token_indices"))
+        ends = starts[1:] if last is None else [i + 1 for i in last.tolist()]
+        drafts = propose(*args, **kwargs)
+        ids, positions = _received(recorder)
+        for i, request in enumerate(runner.input_batch.req_ids[: len(ends)]):
+            span = slice(starts[i], ends[i])
+            recorder.add(
+                request, rows[span], ids[span], positions[..., span], drafts[i], int(starts[i + 1] - starts[i])
+            )
+        recorder.step += 1
+        return drafts
+
+    recorder.replace("set_inputs_first_pass", set_inputs_first_pass)
+    recorder.replace("propose", recording)
+
+
+def _record_v2(runner: Any, recorder: _Recorder) -> None:
+    speculator = recorder.owner
+    propose = speculator.propose
+    begin = getattr(speculator, "on_prefill_begin", None)
+
+    def on_prefill_begin(*args: Any, **kwargs: Any) -> Any:
+        buffers = speculator.input_buffers
+        recorder.received = buffers.input_ids.clone(), buffers.positions.clone()
+        return begin(*args, **kwargs) if begin is not None else None
+
+    def recording(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("dummy_run") or kwargs.get("is_profile"):
+            return propose(input_batch, *args, **kwargs)
+        names = ("attn_metadata", "slot_mappings", "last_hidden_states", "aux_hidden_states", "num_sampled")
+        given = {**dict(zip((*names, "num_rejected"), args, strict=False)), **kwargs}
+        rows = torch.cat(given["aux_hidden_states"], dim=-1).clone()
+        starts = input_batch.query_start_loc_np.tolist()
+        rejected = given["num_rejected"].tolist()
+        recorder.received = None
+        drafts = propose(input_batch, *args, **kwargs).clone()
+        ids, positions = _received(recorder)
+        for i in range(input_batch.num_reqs):
+            span = slice(starts[i], starts[i + 1] - rejected[i])
+            scheduled = int(starts[i + 1] - starts[i])
+            recorder.add(input_batch.req_ids[i], rows[span], ids[span], positions[span], drafts[i], scheduled)
+        recorder.step += 1
+        return drafts
+
+    if begin is not None:
+        recorder.replace("on_prefill_begin", on_prefill_begin)
+    recorder.replace("propose", recording)

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records and oracle to a verdict: for each situation, how far the drafter's rows are from what they should be.
+
+Pure: it knows neither vLLM nor how the records were made. A row's error is relative, |got - want| / |want| in the
+Euclidean norm, one number for each boundary. The bar:
+
+* float32: 1e-4.
+* Other dtypes, oracle with a same-dtype reference: the flash-attention rule, at most twice the error of that reference
+  against float32, so that the tolerance is measured and not chosen.
+* Other dtypes without one: 0.1 for bf16, 0.03 for float16. One layer off is 0.2 and more on trained models, one
+  position off about 1.
+
+Token ids and positions are exact in every dtype. Drafts are exact in float32; elsewhere their disagreement may be
+twice that of the same-dtype reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from vllm_kimi_eagle3.verify.capture import Call
+from vllm_kimi_eagle3.verify.drive import Served
+from vllm_kimi_eagle3.verify.oracle import Oracle
+
+BARS = {"float32": 1e-4, "float16": 0.03, "bfloat16": 0.1}
+"""Largest relative error of a row where nothing better is known."""
+
+_MOST_PROBLEMS = 20
+
+
+@dataclass
+class Situation:
+    """All rows that reached the drafter in one way.
+
+    Attributes:
+        name: such as "verify, some accepted".
+        rows: how many.
+        errors: the largest relative error by boundary.
+        bars: the largest that passes, by boundary.
+        cells: largest error by position and boundary, for the picture.
+        wrong_drafts: calls whose drafts are not the oracle's; None if it did not tell.
+        calls: how many.
+    """
+
+    name: str
+    boundaries: tuple[int, ...]
+    rows: int = 0
+    calls: int = 0
+    errors: list[float] = field(default_factory=list[float])
+    bars: list[float] = field(default_factory=list[float])
+    cells: dict[int, list[float]] = field(default_factory=dict[int, list[float]])
+    wrong_drafts: int | None = None
+    wrong_ids: int = 0
+    ok: bool = True
+
+    @property
+    def max_relative_error(self) -> float:
+        """Over all rows and boundaries."""
+        return max(self.errors, default=0.0)
+
+    def to_json(self) -> dict[str, Any]:
+        """As ``verify --json`` prints it."""
+        return {
+            "name": self.name,
+            "ok": self.ok,
+            "rows": self.rows,
+            "calls": self.calls,
+            "max_relative_error": self.max_relative_error,
+            "by_boundary": dict(zip(map(str, self.boundaries), self.errors, strict=True)),
+            "bar": max(self.bars, default=0.0),
+            "wrong_drafts": self.wrong_drafts,
+            "wrong_ids": self.wrong_ids,
+        }
+
+
+@dataclass
+class Comparison:
+    """The verdict: right only if every situation is and there is no other problem."""
+
+    situations: dict[str, Situation]
+    problems: list[str]
+    rows: int = 0
+    """Rows compared; a row counts in each of its situations, but here once."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing differs, and something was compared."""
+        return bool(self.situations) and not self.problems and all(s.ok for s in self.situations.values())
+
+    @property
+    def max_relative_error(self) -> float:
+        """Over all situations."""
+        return max((s.max_relative_error for s in self.situations.values()), default=0.0)
+
+
+def situations_of(served: Sequence[Served], block_size: int, max_model_len: int) -> dict[int, list[str]]:
+    """The names of the situations that each call was in, by ``id`` of the call."""
+    names: dict[int, list[str]] = {}
+    kinds: dict[int, str] = {}
+    steps: dict[int, list[tuple[Served, Call]]] = {}
+    for one in served:
+        before: Call | None = None
+        for call in one.calls:
+            kind = kinds[id(call)] = _kind(call, before, len(one.prompt_ids))
+            found = names[id(call)] = [kind]
+            if before is not None and before.scheduled > len(before.positions) and call.positions[0]:
+                found.append("step after a rejection")
+            first, last = call.positions[0], call.positions[-1]
+            if first // block_size != last // block_size or (first and first % block_size == 0):
+                found.append("across a block boundary")
+            before = call
+            steps.setdefault(call.step, []).append((one, call))
+        if one.calls and len(one.prompt_ids) + len(one.output_ids) == max_model_len:
+            names[id(one.calls[-1])].append("up to max_model_len")
+    previous: set[str] = set()
+    last_step = -2
+    for step, members in sorted(steps.items()):
+        present = {one.name for one, _ in members}
+        prefilling = {kinds[id(call)] in _PREFILLS for _, call in members}
+        for _, call in members:
+            if len(members) > 1:
+                names[id(call)].append("batch")
+                if len(prefilling) == 2:
+                    names[id(call)].append("batch of prefill and verify")
+            if step == last_step + 1 and kinds[id(call)] not in _PREFILLS:
+                if present - previous:
+                    names[id(call)].append("a request joined")
+                if previous - present:
+                    names[id(call)].append("a request left")
+        previous, last_step = present, step
+    return names
+
+
+_PREFILLS = frozenset({"whole prefill", "chunked prefill", "prefix-cache hit", "resumed after preemption"})
+
+
+def _kind(call: Call, before: Call | None, prompt: int) -> str:
+    start, rows = call.positions[0], len(call.positions)
+    if before is not None and start <= before.positions[0]:
+        return "resumed after preemption"
+    if start < prompt:
+        if before is None and start:
+            return "prefix-cache hit"
+        return "whole prefill" if start == 0 and rows == prompt else "chunked prefill"
+    if call.scheduled == 1:
+        return "decode of one token"
+    if rows == call.scheduled:
+        return "verify, all accepted"
+    return "verify, none accepted" if rows == 1 else "verify, some accepted"
+
+
+def compare(
+    served: Sequence[Served],
+    oracle: Oracle,
+    boundaries: Sequence[int],
+    *,
+    dtype: str,
+    block_size: int,
+    max_model_len: int,
+    bar: float | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Comparison:
+    """Compare every recorded row, token id, position and draft with the oracle.
+
+    Args:
+        served: ended requests with their calls.
+        oracle: what is right.
+        boundaries: what the columns of a row are, in order.
+        dtype: the engine's, "float32", "bfloat16" or "float16".
+        block_size: of the KV cache, in tokens; names a situation.
+        max_model_len: names a situation.
+        bar: replaces the one by dtype.
+        progress: told how many requests are compared.
+    """
+    boundaries = tuple(boundaries)
+    names = situations_of(served, block_size, max_model_len)
+    problems: list[str] = []
+    situations: dict[str, Situation] = {}
+    floors: list[float] | None = None
+    total = 0
+    wrong = {"ours": 0, "reference": 0, "calls": 0}
+    exact = dtype == "float32"
+    for done, one in enumerate(served):
+        if progress is not None and done:
+            progress(done)
+        if not one.calls:
+            problems.append(f"{one.name}: the drafter was never given anything")
+            continue
+        tokens, found = _ids_and_positions(one)
+        wrong_calls = {index for index, _ in found}
+        problems += [text for _, text in found]
+        want = oracle.features(tokens)
+        rounded = oracle.rounded(tokens)
+        if rounded is not None:
+            floor = _errors(rounded, want, len(boundaries)).amax(0).tolist()
+            floors = floor if floors is None else [max(a, b) for a, b in zip(floors, floor, strict=True)]
+        expected = oracle.drafts(want, tokens, one.calls)
+        nearby = None if rounded is None else oracle.drafts(rounded, tokens, one.calls)
+        for index, call in enumerate(one.calls):
+            off = expected is not None and call.drafts != expected[index]
+            wrong["calls"] += 1
+            wrong["ours"] += off
+            wrong["reference"] += expected is not None and nearby is not None and nearby[index] != expected[index]
+            if max(call.positions) >= len(want):
+                problems.append(f"{one.name}: a row for position {max(call.positions)} of {len(want)} tokens")
+                continue
+            rows = want[call.positions]
+            if call.rows.shape != rows.shape:
+                problems.append(f"{one.name}: rows of {call.rows.shape[1]} numbers, expected {rows.shape[1]}")
+                continue
+            errors = _errors(call.rows.float(), rows, len(boundaries))
+            total += len(errors)
+            for name in names[id(call)]:
+                s = situations.setdefault(name, Situation(name, boundaries, errors=[0.0] * len(boundaries)))
+                _add(s, call, errors)
+                s.wrong_ids += index in wrong_calls
+                if expected is not None:
+                    s.wrong_drafts = (s.wrong_drafts or 0) + off
+    if progress is not None:
+        progress(len(served))
+    bars = [bar] * len(boundaries) if bar is not None else None
+    if bars is None and not exact and floors is not None:
+        bars = [2 * floor for floor in floors]
+    for s in situations.values():
+        s.bars = bars or [BARS[dtype]] * len(boundaries)
+        # Written so that NaN fails.
+        s.ok = not s.wrong_ids and all(e <= b for e, b in zip(s.errors, s.bars, strict=True))
+        s.ok = s.ok and not (exact and s.wrong_drafts)
+    if not exact and wrong["reference"] and wrong["ours"] > 2 * wrong["reference"] + 0.05 * wrong["calls"]:
+        problems.append(
+            f"{wrong['ours']} of {wrong['calls']} drafter calls proposed other tokens than the reference, which itself"
+            f" proposes other ones at {wrong['reference']} in {dtype}"
+        )
+    return Comparison(situations, problems[:_MOST_PROBLEMS], total)
+
+
+def _errors(got: Tensor, want: Tensor, count: int) -> Tensor:
+    """(T, n): each row's relative error in each boundary."""
+    got, want = (t.unflatten(1, (count, -1)).double() for t in (got, want))
+    return (got - want).norm(dim=-1) / want.norm(dim=-1).clamp_min(1e-30)
+
+
+def _add(s: Situation, call: Call, errors: Tensor) -> None:
+    s.calls += 1
+    s.rows += len(call.positions)
+    values: list[list[float]] = errors.tolist()
+    s.errors = [_worse(a, b) for a, b in zip(s.errors, errors.amax(0).tolist(), strict=True)]
+    for position, row in zip(call.positions, values, strict=True):
+        old = s.cells.get(position)
+        s.cells[position] = row if old is None else [_worse(a, b) for a, b in zip(old, row, strict=True)]
+
+
+def _worse(a: float, b: float) -> float:
+    """The larger; NaN is the largest of all."""
+    return b if b > a or b != b else a
+
+
+def _ids_and_positions(one: Served) -> tuple[list[int], list[tuple[int, str]]]:
+    """The whole text, and what is wrong with the ids and positions of a request's calls, by index of the call.
+
+    The text is what the user got, and behind it what the drafter saw of a last step whose output was cut.
+    """
+    tokens = [*one.prompt_ids, *one.output_ids]
+    generated = len(tokens)
+    found: list[tuple[int, str]] = []
+    next_position: int | None = None
+    for index, call in enumerate(one.calls):
+        start = call.positions[0]
+        if call.positions != list(range(start, start + len(call.positions))):
+            found.append((index, f"{one.name}: positions {call.positions[:8]} are not consecutive"))
+        elif next_position is not None and start != next_position and start > one.calls[index - 1].positions[0]:
+            found.append((index, f"{one.name}: position {start} follows {next_position - 1}"))
+        next_position = call.positions[-1] + 1
+        for position, token in zip(call.positions, call.ids, strict=True):
+            if position + 1 == len(tokens) and position + 1 >= generated:
+                tokens.append(token)
+            elif position + 1 >= len(tokens) or tokens[position + 1] != token:
+                expected = tokens[position + 1] if position + 1 < len(tokens) else "none"
+                found.append((index, f"{one.name}: token id {token} at position {position}, expected {expected}"))
+    return tokens, found

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the drafter should have been given: from the checkpoints, or from the engine's own prefill.
+
+``CheckpointOracle`` computes it with :mod:`vllm_kimi_eagle3.reference`, which shares no code with the engine: it sees
+wrong layers, a wrong order, a missing residual, a wrong norm, rows of another step or request. ``PrefillOracle`` needs
+no second copy of the model: it lets the same engine prefill the same tokens again, alone. It sees what goes wrong
+between prefill and decode and among requests; it cannot see what is wrong in both, such as a wrong layer.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from vllm_kimi_eagle3.reference import Cache, Drafter, Target
+from vllm_kimi_eagle3.verify.capture import Call
+from vllm_kimi_eagle3.verify.drive import CaptureError, Driver, Request
+
+
+class Oracle(Protocol):
+    """The expected features of a token sequence, and where it can tell, the expected drafts."""
+
+    def features(self, tokens: Sequence[int]) -> Tensor:
+        """(T, n * H), what the drafter should be given for these tokens, float32."""
+        ...
+
+    def rounded(self, tokens: Sequence[int]) -> Tensor | None:
+        """As ``features``, computed in the engine's dtype: its distance is what rounding costs. None: unknown."""
+        ...
+
+    def drafts(self, features: Tensor, tokens: Sequence[int], calls: Sequence[Call]) -> list[list[int]] | None:
+        """What each call should have proposed, given (T, n * H) features of ``tokens``. None: unknown."""
+        ...
+
+
+class CheckpointOracle:
+    """The reference in plain torch, on the CPU.
+
+    Args:
+        target: the target's folder.
+        drafter: the drafter's folder; None to leave drafts unchecked.
+        boundaries: which boundaries the drafter is to be given.
+        dtype: the engine's.
+        lazy: hold one layer at a time, and read the weights again for each sequence.
+
+    Raises:
+        ValueError, FileNotFoundError: the checkpoints cannot be read, or are not modelled; see ``reference``.
+    """
+
+    def __init__(
+        self,
+        target: str | Path,
+        drafter: str | Path | None,
+        boundaries: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+        *,
+        lazy: bool = False,
+    ) -> None:
+        self.boundaries = tuple(boundaries)
+        self.target = Target.load(target, lazy=lazy)
+        self.drafter = None if drafter is None else Drafter.load(drafter, self.target)
+        self._same_dtype = None if dtype == torch.float32 else Target.load(target, dtype=dtype, lazy=lazy)
+
+    def features(self, tokens: Sequence[int]) -> Tensor:
+        """See ``Oracle``."""
+        return self.target.features(tokens, self.boundaries)
+
+    def rounded(self, tokens: Sequence[int]) -> Tensor | None:
+        """See ``Oracle``."""
+        return None if self._same_dtype is None else self._same_dtype.features(tokens, self.boundaries).float()
+
+    @torch.inference_mode()
+    def drafts(self, features: Tensor, tokens: Sequence[int], calls: Sequence[Call]) -> list[list[int]] | None:
+        """See ``Oracle``. The drafter's cache before a call holds all rows before it, whoever computed them."""
+        if self.drafter is None:
+            return None
+        cache = Cache()
+        hidden = self.drafter.combine_hidden_states(features[: len(tokens) - 1])
+        if len(tokens) > 1:
+            self.drafter.forward(tokens[1:], hidden, cache)
+        proposed: list[list[int]] = []
+        for call in calls:
+            at = call.positions[-1]
+            session = self.drafter.start()
+            session.cache = copy.copy(cache)
+            session.cache.truncate(at)
+            proposed.append(session.propose(features[at : at + 1], call.ids[-1:], at, len(call.drafts)).token_ids)
+        return proposed
+
+
+class PrefillOracle:
+    """The same engine's own prefill of the same tokens, one sequence at a time, nothing cached."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+
+    def features(self, tokens: Sequence[int]) -> Tensor:
+        """See ``Oracle``.
+
+        Raises:
+            CaptureError: the engine did not prefill every token.
+        """
+        self.driver.engine.reset_prefix_cache()
+        (served,) = self.driver.run([Request(list(tokens), 1)])
+        positions = [position for call in served.calls for position in call.positions]
+        if positions != list(range(len(tokens))):
+            raise CaptureError(f"the engine's own prefill of {len(tokens)} tokens gave rows {positions[:8]} and so on")
+        return torch.cat([call.rows for call in served.calls]).float()
+
+    def rounded(self, tokens: Sequence[int]) -> Tensor | None:
+        """Unknown: there is no second precision."""
+        return None
+
+    def drafts(self, features: Tensor, tokens: Sequence[int], calls: Sequence[Call]) -> list[list[int]] | None:
+        """Unknown: there is no second drafter."""
+        return None
