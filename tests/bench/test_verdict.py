@@ -160,7 +160,13 @@ def test_a_faster_server_is_never_worse(evidence: Evidence, factor: float) -> No
 @given(evidences())
 def test_counters_alone_never_blame(evidence: Evidence) -> None:
     """Without a calibration, a verification or a file's fault, no verdict names features, fit or vocabulary."""
-    bare: dict[str, Any] = {"trials": {}, "relabelled": None, "features_match": None, "vocabulary_faults": ()}
+    bare: dict[str, Any] = {
+        "trials": {},
+        "relabelled": None,
+        "features_match": None,
+        "vocabulary_faults": (),
+        "reference": (),
+    }
     verdict = decide(replace(evidence, **bare))
     assert verdict.name not in (Name.MISALIGNED, Name.CORRUPTED, Name.UNFIT, Name.VOCABULARY)
 
