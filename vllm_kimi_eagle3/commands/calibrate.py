@@ -202,7 +202,9 @@ def _measure(options: argparse.Namespace, trials: list[Trial]) -> dict[str, Any]
 
 
 def _load(options: argparse.Namespace) -> tuple[Target, Drafter]:
-    from vllm_kimi_eagle3.reference import Drafter, Target
+    import torch
+
+    from vllm_kimi_eagle3.reference import Cache, Drafter, Target
 
     _check_memory(options.target)
     try:
@@ -212,10 +214,14 @@ def _load(options: argparse.Namespace) -> tuple[Target, Drafter]:
     except (ValueError, OSError) as error:
         raise PlanError(f"the target can't be run by the torch reference: {' '.join(str(error).split())}") from None
     try:
-        return target, Drafter.load(options.drafter, target)
+        drafter = Drafter.load(options.drafter, target)
+        # Minutes of writing come next: find out now whether every weight is there and fits.
+        width = drafter.weights["fc.weight"].shape[1]
+        drafter.forward([0, 0], drafter.combine_hidden_states(torch.zeros(2, width)), Cache())
+        return target, drafter
     except KeyError as error:
         raise PlanError(f"the drafter in {options.drafter} lacks {error}, so it can't be run") from None
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
         raise PlanError(f"the drafter can't be run by the torch reference: {' '.join(str(error).split())}") from None
 
 
