@@ -32,7 +32,7 @@ BARS = {"float32": 1e-4, "float16": 0.03, "bfloat16": 0.1}
 """Largest relative error of a row where nothing better is known."""
 
 _MOST_PROBLEMS = 20
-_ENOUGH = 8
+_ENOUGH = 12
 """Rows from which on a median says something."""
 
 
