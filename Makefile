@@ -20,7 +20,7 @@ lint:
 	@tools/cpu_engine.sh $(VENV) test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/pyright
+	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 
 drift:
 	@tools/cpu_engine.sh $(VENV) test
