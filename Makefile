@@ -14,7 +14,7 @@ demo:
 test:
 	@tools/cpu_engine.sh $(VENV) test
 	@$(MAKE) --no-print-directory lint
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest --durations=25
 
 lint:
 	@tools/cpu_engine.sh $(VENV) test
