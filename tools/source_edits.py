@@ -260,7 +260,7 @@ WHITELIST = Recipe(
     applied_upstream="0.18.0",
 )
 
-_INTERFACE = '''\
+_INTERFACE = """\
     def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
         self.model.aux_hidden_state_layers = tuple(layers)
 
@@ -268,15 +268,15 @@ _INTERFACE = '''\
         num_layers = len(self.model.layers)
         return (2, num_layers // 2, num_layers - 3)
 
-'''
-_K25_INTERFACE = '''\
+"""
+_K25_INTERFACE = """\
     def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
         self.language_model.set_aux_hidden_state_layers(layers)
 
     def get_eagle3_aux_hidden_state_layers(self) -> tuple[int, ...]:
         return self.language_model.get_eagle3_aux_hidden_state_layers()
 
-'''
+"""
 INTERFACE = Recipe(
     label="D2 eagle3-interface",
     file="eagle3-interface",

@@ -117,4 +117,6 @@ def choose(tree: Tree, release: str | None) -> Series:
         candidate = series.load(first, last)
         if examine(tree, candidate).state is not State.CONFLICTS:
             return candidate
-    raise SeriesError("the folder does not say which vLLM it is, and no series fits it whole; name it with --vllm X.Y.Z")
+    raise SeriesError(
+        "the folder does not say which vLLM it is, and no series fits it whole; name it with --vllm X.Y.Z"
+    )
