@@ -25,7 +25,7 @@ from vllm_kimi_eagle3.patching.engine import probe
 from vllm_kimi_eagle3.patching.source import SourceTree
 from vllm_kimi_eagle3.patching.spec import Need
 from vllm_kimi_eagle3.registry import FIXES
-from vllm_kimi_eagle3.source_patches.diff import Conflict, parse
+from vllm_kimi_eagle3.source_patches.diff import Conflict, lines_of, parse
 
 ROOT = Path(__file__).parents[1] / "patches"
 AUTHOR = "vllm-kimi-eagle3 maintainers <maintainers@vllm-kimi-eagle3.invalid>"
@@ -78,7 +78,7 @@ def diff(step: Step) -> str:
     """The unified diff of a step, as git writes it."""
     parts: list[str] = []
     for path in sorted(step.before):
-        old, new = (text[path].splitlines(keepends=True) for text in (step.before, step.after))
+        old, new = (lines_of(text[path]) for text in (step.before, step.after))
         lines = difflib.unified_diff(old, new, f"a/{path}", f"b/{path}")
         parts.append(f"diff --git a/{path} b/{path}\n{''.join(lines)}")
     return "".join(parts)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from vllm_kimi_eagle3.fixes import _proposer
 from vllm_kimi_eagle3.fixes.target_whitelist import NAMES
 from vllm_kimi_eagle3.patching.source import SourceTree
+from vllm_kimi_eagle3.source_patches.diff import lines_of
 
 V1_RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 V1_READER = f"{V1_RUNNER}._get_eagle3_aux_layers_from_config"
@@ -48,7 +49,7 @@ class Place:
         Raises:
             LookupError: no variant fits.
         """
-        lines = text.splitlines(keepends=True)
+        lines = lines_of(text)
         first, last = _span(text, target)
         if self.before:
             return "".join([*lines[:first], self.before, *lines[first:]])
@@ -74,7 +75,7 @@ class Names(Place):
             if isinstance(node, ast.List) and first < node.lineno <= last and node.end_lineno is not None:
                 names = [item.value for item in node.elts if isinstance(item, ast.Constant)]
                 if {"llama", "qwen"} <= set(names):
-                    lines = text.splitlines(keepends=True)
+                    lines = lines_of(text)
                     indent = " " * (len(lines[node.lineno - 1]) - len(lines[node.lineno - 1].lstrip()))
                     added = [name for name in NAMES if name not in names]
                     body = [f'{indent}    "{name}",\n' for name in [*names, *added]]
@@ -314,7 +315,8 @@ INTERFACE = Recipe(
                 ),
                 (
                     "from vllm.model_executor.models.interfaces import (\n    SupportsMultiModal,\n",
-                    "from vllm.model_executor.models.interfaces import (\n    SupportsEagle3,\n    SupportsMultiModal,\n",
+                    "from vllm.model_executor.models.interfaces import (\n    SupportsEagle3,\n"
+                    "    SupportsMultiModal,\n",
                 ),
             ),
         ),

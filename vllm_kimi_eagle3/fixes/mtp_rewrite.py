@@ -52,7 +52,11 @@ def _leaves_drafters_alone(tree: SourceTree) -> bool:
         text = ast.unparse(statement)
         if "deepseek_mtp" in text:
             return False
-        if isinstance(statement, ast.If) and "'Eagle3'" in text and ast.unparse(statement.body) == "return hf_config":
+        if (
+            isinstance(statement, ast.If)
+            and "'Eagle3'" in text
+            and ast.unparse(statement.body[0]) == "return hf_config"
+        ):
             return True
     return False
 

@@ -58,7 +58,7 @@ class FileChange:
         Raises:
             Conflict: a hunk does not fit, or fits in several places.
         """
-        lines = text.splitlines(keepends=True) if "\r" not in text else re.findall(r"[^\n]*\n|[^\n]+", text)
+        lines = lines_of(text)
         out: list[str] = []
         done = moved = 0
         for number, hunk in enumerate(self.hunks, 1):
@@ -72,6 +72,11 @@ class FileChange:
             done = at + len(hunk.old)
             moved = at - hunk.start
         return "".join(out + lines[done:])
+
+
+def lines_of(text: str) -> list[str]:
+    """Lines with their newlines. ``splitlines`` would also break at form feeds and other characters inside a line."""
+    return re.findall(r"[^\n]*\n|[^\n]+", text)
 
 
 def _place(lines: list[str], hunk: Hunk, first: int, expected: int) -> int | None:

@@ -69,13 +69,16 @@ class Tree:
                 fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=parent)
             except OSError as error:
                 raise TreeError(f"{path} cannot be read: {_reason(error)}") from None
-            with os.fdopen(fd, "rb") as file:
+            try:
                 status = os.fstat(fd)
                 if not stat.S_ISREG(status.st_mode):
                     raise TreeError(f"{path} is not an ordinary file")
                 if status.st_size > LARGEST:
                     raise TreeError(f"{path} has {status.st_size} bytes, at most {LARGEST} were expected")
-                return file.read(LARGEST).decode("utf-8", "surrogateescape")
+                with os.fdopen(fd, "rb", closefd=False) as file:
+                    return file.read(LARGEST).decode("utf-8", "surrogateescape")
+            finally:
+                os.close(fd)
 
     def replace(self, texts: Mapping[str, str]) -> None:
         """Give files new texts: all of them, or none.
