@@ -87,7 +87,7 @@ class Names(Place):
 
 @dataclass(frozen=True)
 class Recipe:
-    """One fix as edits. ``label`` is the fix's; ``always`` is for what its probe cannot see."""
+    """One fix as edits; ``label`` is the fix's."""
 
     label: str
     file: str
@@ -96,11 +96,10 @@ class Recipe:
     places: tuple[Place, ...]
     applied_upstream: str = "no"
     drop_when: str = ""
-    always: bool = False
 
     def needed(self, tree: SourceTree, found: bool) -> bool:
         """Whether a release gets it; ``found`` is the probe's answer."""
-        return (found or self.always) and any(place.target(tree) for place in self.places)
+        return found and any(place.target(tree) for place in self.places)
 
 
 def _span(text: str, target: str) -> tuple[int, int]:
@@ -780,6 +779,85 @@ CHUNK_END = Recipe(
     ),
 )
 
+# ---------------------------------------------------------------------------------------------------------------------
+# The CPU engine
+
+REBINDING = Recipe(
+    label="C1 cpu-kernel-rebinding",
+    file="cpu-kernel-rebinding",
+    title="do not trust every __dict__ while kernels are rebound",
+    description="Objects whose __dict__ is no mapping are passed over.",
+    places=(
+        Place(
+            ("vllm.triton_utils.dispatcher:_rebind_kernels",),
+            (
+                (
+                    '                wrapper = lookup(vars(value).get("kernel"))\n',
+                    "                fields = vars(value)\n"
+                    '                if hasattr(fields, "get"):  # an extension may have something else there\n'
+                    '                    wrapper = lookup(fields.get("kernel"))\n',
+                ),
+            ),
+        ),
+    ),
+)
+
+_ROTARY = "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding.forward_cpu"
+ROTARY = Recipe(
+    label="C2 cpu-rotary-embedding",
+    file="cpu-rotary-embedding",
+    title="flatten heads for the CPU rotary kernel",
+    description="The kernel is right for (tokens, heads times dim), so it is given that; the result has the old shape.",
+    places=(
+        Place(
+            (_ROTARY,),
+            (
+                (
+                    "        # ops.rotary_embedding() is an in-place operation\n",
+                    "        flat_query, flat_key = query, key\n"
+                    "        if query.dim() == 3:\n"
+                    "            # The kernel takes a wrong stride from (tokens, heads, dim).\n"
+                    "            flat_query = query.flatten(1).contiguous()\n"
+                    "            flat_key = None if key is None else key.flatten(1).contiguous()\n\n"
+                    "        # ops.rotary_embedding() is an in-place operation\n",
+                ),
+            ),
+        ),
+        Place(
+            (_ROTARY,),
+            (
+                (
+                    "            positions,\n            query,\n            key,\n",
+                    "            positions,\n            flat_query,\n            flat_key,\n",
+                ),
+            ),
+        ),
+        Place(
+            (_ROTARY,),
+            (
+                (
+                    "        return query, key\n",
+                    "        return (\n            flat_query.view(query.shape),\n"
+                    "            None if key is None else flat_key.view(key.shape),\n        )\n",
+                ),
+            ),
+        ),
+    ),
+)
+
+BLOCKS = Recipe(
+    label="C3 cpu-attention-block-size",
+    file="cpu-attention-block-size",
+    title="declare that CPU attention takes blocks of 16",
+    description="Its kernels do (vec16), and CPU MLA takes nothing else, so that the two can share a KV group.",
+    places=(
+        Place(
+            ("vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend.get_supported_kernel_block_sizes",),
+            (("        return [MultipleOf(32)]\n", "        return [MultipleOf(16)]\n"),),
+        ),
+    ),
+)
+
 RECIPES: tuple[Recipe, ...] = (
     WHITELIST,
     INTERFACE,
@@ -798,4 +876,7 @@ RECIPES: tuple[Recipe, ...] = (
     CLONE,
     MTP,
     CHUNK_END,
+    REBINDING,
+    ROTARY,
+    BLOCKS,
 )
