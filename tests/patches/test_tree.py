@@ -59,10 +59,19 @@ def test_check_apply_check(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert not list(folder.rglob("*-new"))
 
 
-def test_a_tree_that_does_not_say_its_release(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "vllm/_version.py").unlink()
+@pytest.mark.parametrize("said", [None, "0.1.dev1", "0.33.1.dev7+gabc", "99.0", "nonsense"])
+def test_a_tree_that_does_not_say_its_release(
+    folder: Path, capsys: pytest.CaptureFixture[str], said: str | None
+) -> None:
+    version = folder / "vllm/_version.py"
+    version.unlink()
+    if said is not None:
+        version.write_text(f"__version__ = version = '{said}'\n")
     status, out, _ = run(capsys, "--check", str(folder), "--json")
     assert (status, json.loads(out)["range"]) == (1, RELEASE)
+    (folder / RUNNER).write_text("")
+    status, out, err = run(capsys, "--check", str(folder))
+    assert status == 2 and not out and "--vllm" in err
 
 
 @pytest.mark.parametrize("index", range(len(FILES)))

@@ -8,6 +8,7 @@ in words of its own is not seen here: the patch conflicts, and the fixes' probes
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import re
 from collections.abc import Callable
@@ -102,7 +103,9 @@ def release_of(tree: Tree) -> str | None:
 
 
 def choose(tree: Tree, release: str | None) -> Series:
-    """The series for a tree: of the release named, of the one that it says it is, or the newest that fits.
+    """The series for a tree: of the release named, of the one that it says it is, or the newest that fits whole.
+
+    Builds between releases and forks have numbers of their own, and a checkout has none.
 
     Raises:
         SeriesError: none is for it.
@@ -110,13 +113,14 @@ def choose(tree: Tree, release: str | None) -> Series:
     if release is not None:
         return series.for_release(release)
     said = release_of(tree)
-    # Builds from a fork without tags call themselves 0.1.dev1 or the like.
-    if said is not None and series.number(said) >= series.number(series.ranges()[0][0]):
-        return series.for_release(said)
+    with contextlib.suppress(SeriesError):
+        if said is not None:
+            return series.for_release(said)
     for first, last in reversed(series.ranges()):
         candidate = series.load(first, last)
         if examine(tree, candidate).state is not State.CONFLICTS:
             return candidate
+    name = "does not say which vLLM it is" if said is None else f"says that it is vLLM {said[:40]}"
     raise SeriesError(
-        "the folder does not say which vLLM it is, and no series fits it whole; name it with --vllm X.Y.Z"
+        f"the folder {name}, and no series is for that or fits it whole; name a release with --vllm X.Y.Z"
     )
