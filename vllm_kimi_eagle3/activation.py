@@ -215,6 +215,8 @@ def configure_server(context: Context) -> None:
         record["plan"] = context.plan.to_json()
     _require([s for s in map(ENGINE.status, needed) if s.state in (State.REFUSED, State.FAILED)])
     _require(ENGINE.apply(Phase.VLLM_CONFIG, context))
+    # Also where no fix has to write it: a vLLM whose readers are right reads its own rule, and the plan may know more.
+    _boundaries.write(context)
     vllm_config.additional_config = {**vllm_config.additional_config, RECORD: record}
     _announce(vllm_config, record, [fix.label for fix in needed])
 

@@ -22,6 +22,7 @@ COMMANDS = {
     "calibrate": "measure which layers the drafter was trained on, and remember it",
     "doctor": "is the overlay in place, and do drafter and target fit each other",
     "layers": "which layers the drafter reads, who says so, and what stock vLLM would take",
+    "patches": "the fixes as patches to vLLM's source, for those who build it themselves",
     "verify": "whether the drafter is given the right states, in every situation, on your own model",
 }
 """One line a command: its module is ``commands/<name>.py``."""

@@ -21,6 +21,8 @@ _LOOKUPS = (
     "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.prepare_next_token_ids_padded",
     "vllm.v1.spec_decode.eagle:SpecDecodeBaseProposer.prepare_next_token_ids_padded",
 )
+_PREPARE = f"{_RUNNER}._prepare_inputs"
+_ENDS = "input_batch.chunk_ends"
 _WRONG = "num_tokens_no_spec"
 _PARTIAL = "discard_request_mask"
 
@@ -32,6 +34,8 @@ def probe(tree: SourceTree) -> Verdict:
         return Verdict(Need.NOT_APPLICABLE, "this release has no padded drafter batches in the places known")
     if _WRONG not in tree.text(lookup):
         return Verdict(Need.RETIRED, f"{lookup} does not go by {_WRONG}")
+    if all(_ENDS in tree.text(target) for target in (lookup, _PREPARE)):
+        return Verdict(Need.RETIRED, "the end of each chunk is noted and looked up: the source patch")
     if tree.parameters(TARGET)[:2] != ("self", "scheduler_output"):
         return Verdict(Need.REFUSED, f"{TARGET} takes {tree.parameters(TARGET)}")
     if f"self.{_PARTIAL}" not in tree.text(f"{_RUNNER}.__init__"):

@@ -11,6 +11,7 @@ an empty one.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from vllm_kimi_eagle3.patching.patcher import Installer
@@ -29,10 +30,10 @@ def probe(tree: SourceTree) -> Verdict:
     return Verdict(Need.RETIRED, "the walk over modules no longer trusts every __dict__")
 
 
-def instance_dict(value: Any) -> dict[str, Any]:
-    """``vars(value)``, or an empty dictionary where that is not a dictionary."""
-    found = vars(value)
-    return found if isinstance(found, dict) else {}
+def instance_dict(value: Any) -> Mapping[str, Any]:
+    """``vars(value)``, which is a mapping but no dictionary for a class; an empty one where it is no mapping at all."""
+    found: Any = vars(value)
+    return found if isinstance(found, Mapping) else {}
 
 
 def install(installer: Installer) -> None:

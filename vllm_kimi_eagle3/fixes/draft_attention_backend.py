@@ -44,6 +44,8 @@ def faulty(tree: SourceTree) -> list[str]:
 
 def _separates(text: str) -> bool:
     """Whether code that builds a drafter gives it a backend of its own, or automatic choice; not only if one is set."""
+    if "with_draft_attention_backend(" in text:  # the source patch
+        return True
     return "attention_config=replace(" in text and "attention_backend is not None" not in text
 
 

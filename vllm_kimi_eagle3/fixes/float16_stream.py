@@ -23,14 +23,18 @@ from vllm_kimi_eagle3.patching.spec import Context, Fix, Need, Phase, Verdict
 
 TARGET = "vllm.model_executor.models.deepseek_v2:DeepseekV2ForCausalLM.forward"
 LAYER = "vllm.model_executor.models.deepseek_v2:DeepseekV2DecoderLayer.forward"
+MODEL = "vllm.model_executor.models.deepseek_v2:DeepseekV2Model.forward"
 PARAMETERS = ("self", "input_ids", "positions", "intermediate_tensors", "inputs_embeds")
 _SCALED = "residual *= 1.0 / self.routed_scaling_factor"
+_UNSCALED = "aux_hidden_states = [(state.float() * factor)."
 
 
 def probe_scale(tree: SourceTree) -> Verdict:
     """D16: the layer scales the stream, and the place around the decoder is the one known."""
     if _SCALED not in tree.text(LAYER):
         return Verdict(Need.RETIRED, "the residual stream is not scaled")
+    if tree.has(MODEL) and _UNSCALED in tree.text(MODEL):
+        return Verdict(Need.RETIRED, "captured states are scaled back: the source patch")
     return _around(tree) or Verdict(Need.APPLY, "captured states keep the scale of the float16 guard")
 
 

@@ -23,6 +23,8 @@ def probe(tree: SourceTree) -> Verdict:
     proposer = _proposer.find(tree, "load_model")
     if OLD not in tree.text(proposer):
         return Verdict(Need.RETIRED, f"the proposer does not read {OLD}")
+    if f"config.{NEW} if hasattr(target_model.config, '{NEW}')" in tree.text(proposer):
+        return Verdict(Need.RETIRED, f"the proposer reads {NEW} where there is one: the source patch")
     if NEW not in tree.text(_MODEL):
         return Verdict(Need.RETIRED, f"model and proposer both read {OLD}")
     return Verdict(Need.APPLY, f"the model reads {NEW}, the proposer {OLD}")

@@ -34,6 +34,8 @@ def probe(tree: SourceTree) -> Verdict:
     proposer = _proposer.find(tree, "load_model")
     if proposer != TARGET or tree.parameters(TARGET) != ("self", "target_model"):
         return Verdict(Need.REFUSED, f"{proposer} takes {tree.parameters(proposer)}")
+    if "if not hasattr(target_language_model, 'model'):" in tree.text(TARGET):
+        return Verdict(Need.RETIRED, "the proposer knows a bare decoder: the source patch")
     if "target_model.get_language_model()" not in tree.text(TARGET) or "self.lm_head" not in text:
         return Verdict(Need.REFUSED, f"{TARGET} looks for the target's parts in a way that is not known")
     return Verdict(Need.APPLY, "Kimi-K2.5's language model is a bare decoder, its lm_head is on the wrapper")

@@ -13,10 +13,16 @@ from vllm_kimi_eagle3.fixes import _boundaries
 from vllm_kimi_eagle3.patching.source import SourceTree
 from vllm_kimi_eagle3.patching.spec import Fix, Need, Phase, Verdict
 
+_PATCHED = "vllm.config.speculative:SpeculativeConfig.eagle3_layer_rule"
+_SHIFTS = "eagle3_layer_rule() == 'output'"
+"""What ``patches/`` adds. Top-level ids stay boundaries there, so a plan may be written all the same."""
+
 
 def probe(tree: SourceTree) -> Verdict:
-    """No release knows a rule; a reader that shifts the eagle3 ids itself would need another remedy."""
+    """No release knows a rule; the source patch brings one, and another of a reader's own would need another remedy."""
     readers = _boundaries.readers(tree)
+    if readers and tree.has(_PATCHED) and all(_SHIFTS in tree.text(reader) for reader in readers):
+        return Verdict(Need.RETIRED, "nested ids are shifted where the drafter's rule says so: the source patch")
     for reader in readers:
         if not _boundaries.reads_top_level(tree, reader):
             return Verdict(Need.REFUSED, f"{reader} does not read the top-level {_boundaries.KEY} first")

@@ -11,6 +11,7 @@ by keys that only EAGLE-3 drafters have; a real MTP head has neither.
 
 from __future__ import annotations
 
+import ast
 from typing import Any
 
 from vllm_kimi_eagle3.patching.patcher import Installer
@@ -34,6 +35,8 @@ def probe(tree: SourceTree) -> Verdict:
     text = tree.text(TARGET)
     if "'deepseek_mtp'" not in text:
         return Verdict(Need.RETIRED, "draft configurations are not rewritten to MTP")
+    if _leaves_drafters_alone(tree):
+        return Verdict(Need.RETIRED, "EAGLE-3 drafters are left alone: the source patch")
     if "eagle3" in text.lower():
         return Verdict(Need.REFUSED, f"{TARGET} now mentions eagle3 in a way this fix does not know")
     if tree.parameters(TARGET)[:1] != ("hf_config",):
@@ -41,6 +44,21 @@ def probe(tree: SourceTree) -> Verdict:
     if not tree.has_module("vllm.model_executor.models.deepseek_eagle3"):
         return Verdict(Need.NOT_APPLICABLE, "this release has no MLA drafter")
     return Verdict(Need.APPLY, "a deepseek_v3 drafter is rewritten to an MTP head whatever the method")
+
+
+def _leaves_drafters_alone(tree: SourceTree) -> bool:
+    """Whether the function returns for an EAGLE-3 drafter before it comes to speak of MTP."""
+    for statement in tree.function(TARGET).body:
+        text = ast.unparse(statement)
+        if "deepseek_mtp" in text:
+            return False
+        if (
+            isinstance(statement, ast.If)
+            and "'Eagle3'" in text
+            and ast.unparse(statement.body[0]) == "return hf_config"
+        ):
+            return True
+    return False
 
 
 def install(installer: Installer) -> None:

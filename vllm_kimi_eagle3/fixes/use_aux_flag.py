@@ -18,6 +18,7 @@ _RUNNER = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
 _INIT = f"{_RUNNER}.__init__"
 FLAG = "use_aux_hidden_state_outputs"
 TARGET = f"{_RUNNER}.{FLAG}"
+_ASKED = "'use_aux_hidden_state'"
 _SPECULATORS = (
     "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator",
     "vllm.v1.worker.gpu.spec_decode.autoregressive.speculator",
@@ -31,7 +32,7 @@ def probe(tree: SourceTree) -> Verdict:
         return Verdict(Need.NOT_APPLICABLE, "this release's V2 runner captures no auxiliary states")
     text = tree.text(_INIT)
     if f"self.{FLAG} = True" not in text:
-        if "requires_aux_hidden_states(" in text:
+        if "requires_aux_hidden_states(" in text or f"self.{FLAG} = eagle_config.get({_ASKED}, True)" in text:
             return Verdict(Need.RETIRED, "V2 asks the drafter whether it wants auxiliary states")
         return Verdict(Need.REFUSED, f"{_INIT} sets {FLAG} in a way that is not known")
     set_first = text.find("self.speculative_config = ")

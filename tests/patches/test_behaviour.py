@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the patched functions do, taken from the patched source of a release, against what the overlay does.
+
+No vLLM is imported: the functions are compiled from the text that the series leaves, with holders of the attributes
+that they read. Where the pristine text gives an answer too, it is the negative control.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import functools
+import hashlib
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.layers import corpus
+from tests.patches.trees import ENDS, texts, touched
+from tests.releases import build, tree
+from vllm_kimi_eagle3.fixes import draft_attention_backend, float16_stream, mtp_rewrite, use_aux_flag
+from vllm_kimi_eagle3.layers.parse import TOP_KEY
+from vllm_kimi_eagle3.source_patches import series
+
+RULE = "VLLM_KIMI_EAGLE3_LAYER_RULE"
+V1 = "vllm/v1/worker/gpu_model_runner.py"
+V2 = "vllm/v1/worker/gpu/spec_decode/eagle/eagle3_utils.py"
+CONFIG = "vllm/config/speculative.py"
+DEEPSEEK = "vllm/model_executor/models/deepseek_v2.py"
+MLA = [release for release in ENDS if series.number(release) >= (0, 18, 0)]
+CHUNKS = [release for release in ENDS if series.number(release) >= (0, 19, 0)]
+OLD = [release for release in ENDS if series.number(release) < (0, 18, 0)]
+
+
+@functools.cache
+def patched(release: str) -> dict[str, str]:
+    patches = series.for_release(release)
+    files = texts(tree(release), touched(patches))
+    for patch in patches.patches:
+        for change in patch.changes:
+            files[change.path] = change.apply(files[change.path])
+    return files
+
+
+@functools.cache
+def node(release: str, path: str, name: str, owner: str | None = None, stock: bool = False) -> Any:
+    text = (
+        (tree(release) / path).read_text("utf-8") if stock or path not in patched(release) else patched(release)[path]
+    )
+    body = ast.parse(text).body
+    if owner is not None:
+        body = next(n for n in body if isinstance(n, ast.ClassDef) and n.name == owner).body
+    return next(n for n in body if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == name)
+
+
+def function(release: str, path: str, name: str, owner: str | None = None, stock: bool = False, **names: Any) -> Any:
+    return build(release, path, node(release, path, name, owner, stock), names)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# D6, D7, D8
+
+
+def spec_config(release: str, drafter: dict[str, Any], stock: bool = False) -> SimpleNamespace:
+    config = SimpleNamespace(
+        method="eagle3",
+        draft_model_config=SimpleNamespace(
+            hf_config=SimpleNamespace(**copy.deepcopy(drafter)), compute_hash=lambda: ""
+        ),
+    )
+    if not stock:
+        method = function(release, CONFIG, "eagle3_layer_rule", "SpeculativeConfig")
+        config.eagle3_layer_rule = functools.partial(method, config)
+    return config
+
+
+def read(release: str, drafter: dict[str, Any], stock: bool = False) -> list[tuple[int, ...] | None]:
+    """What both runners' readers take."""
+    config = spec_config(release, drafter, stock)
+    v1 = function(release, V1, "_get_eagle3_aux_layers_from_config", "GPUModelRunner", stock)
+    found = [v1(SimpleNamespace(speculative_config=config))]
+    if (tree(release) / V2).is_file():
+        found.append(function(release, V2, "get_eagle3_aux_layers_from_config", None, stock)(config))
+    return found
+
+
+PLANNED = [
+    name
+    for name in corpus.DRAFTERS
+    if (corpus.expected(name).get("ids_key") or "").endswith(TOP_KEY)
+    and corpus.expected(name).get("boundaries")
+    and "speculators_config" not in corpus.drafter(name)
+]
+
+
+def test_the_corpus_has_both_kinds() -> None:
+    keys = {corpus.expected(name)["ids_key"] for name in PLANNED}
+    assert len(PLANNED) >= 10 and keys >= {TOP_KEY, f"eagle_config.{TOP_KEY}"}
+
+
+@pytest.mark.parametrize("release", ENDS)
+def test_both_readers_take_the_plans_boundaries(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    different = 0
+    for name in PLANNED:
+        expected = corpus.expected(name)
+        monkeypatch.setenv(RULE, expected["rule"])
+        taken = read(release, corpus.drafter(name))
+        assert all(sorted(ids or ()) == expected["boundaries"] for ids in taken), (name, taken)
+        stock = read(release, corpus.drafter(name), stock=True)
+        different += any(sorted(ids or ()) != expected["boundaries"] for ids in stock)
+    assert different
+
+
+@pytest.mark.parametrize("release", ENDS)
+def test_rules(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(RULE, raising=False)
+    nested = {"eagle_config": {TOP_KEY: [1, 3, 4]}}
+    says_output = {"eagle_config": {TOP_KEY: [1, 3, 4], "layer_rule": "output"}}
+    assert set(read(release, nested)) == {(1, 3, 4)}
+    assert set(read(release, says_output)) == {(2, 4, 5)}
+    assert set(read(release, {**says_output, TOP_KEY: [7, 8, 9]})) == {(7, 8, 9)}, "top-level ids are boundaries"
+    assert set(read(release, {})) == set(read(release, {"eagle_config": None})) == {None}
+    monkeypatch.setenv(RULE, "output")
+    assert set(read(release, nested)) == {(2, 4, 5)}
+    assert set(read(release, {TOP_KEY: [7, 8, 9]})) == {(7, 8, 9)}, "what the overlay writes is not shifted again"
+    monkeypatch.setenv(RULE, "boundary")
+    assert set(read(release, says_output)) == {(1, 3, 4)}, "the environment goes first"
+    monkeypatch.setenv(RULE, "sideways")
+    with pytest.raises(ValueError, match="sideways"):
+        read(release, nested)
+
+
+@pytest.mark.parametrize("release", ENDS)
+def test_the_cache_key_covers_them(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(RULE, raising=False)
+
+    def key(drafter: dict[str, Any], stock: bool = False) -> str:
+        names = {"safe_hash": lambda data, usedforsecurity: hashlib.md5(data, usedforsecurity=False)}
+        compute = function(release, CONFIG, "compute_hash", "SpeculativeConfig", stock, **names)
+        config = spec_config(release, drafter)
+        config.enable_adaptive_verification = False
+        return compute(config)
+
+    drafters = [{}, {TOP_KEY: [1]}, {TOP_KEY: [2]}]
+    drafters += [{"eagle_config": {TOP_KEY: [n]}} for n in (1, 2)]
+    drafters += [{"eagle_config": {TOP_KEY: [1], "layer_rule": "output"}}]
+    keys = [key(drafter) for drafter in drafters]
+    monkeypatch.setenv(RULE, "output")
+    keys.append(key({}))
+    assert len(set(keys)) == len(keys)
+    assert len({key(drafter, stock=True) for drafter in drafters}) < len(drafters)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# D15, D18, D22, D13
+
+
+@pytest.mark.parametrize("release", ENDS)
+@pytest.mark.parametrize("forced", [None, "TRITON_MLA"])
+@pytest.mark.parametrize("chosen", [None, "FLASH_ATTN"])
+@pytest.mark.parametrize("mla", [(True, False), (True, True), (False, False)])
+def test_the_drafters_backend(release: str, forced: Any, chosen: Any, mla: tuple[bool, bool]) -> None:
+    spec = SimpleNamespace(
+        attention_backend=chosen,
+        target_model_config=SimpleNamespace(use_mla=mla[0]),
+        draft_model_config=SimpleNamespace(use_mla=mla[1]),
+    )
+    config = SimpleNamespace(attention_config=SimpleNamespace(backend=forced), speculative_config=spec)
+    built = function(release, CONFIG, "with_draft_attention_backend", "SpeculativeConfig")(spec, config)
+    assert config.attention_config.backend == forced, "the target's own configuration stays"
+    with draft_attention_backend.own_backend(config):
+        assert built.attention_config.backend == config.attention_config.backend
+
+
+@pytest.mark.parametrize("release", MLA)
+def test_drafters_are_no_mtp_heads(release: str) -> None:
+    class Config(SimpleNamespace):
+        def update(self, values: dict[str, Any]) -> None:
+            vars(self).update(values)
+
+    def override(stock: bool, **values: Any) -> Config:
+        config = Config(model_type="deepseek_v3", num_nextn_predict_layers=1, **values)
+        function(release, CONFIG, "hf_config_override", "SpeculativeConfig", stock)(config)
+        return config
+
+    drafters = [
+        {"architectures": ["Eagle3DeepseekV2ForCausalLM"]},
+        {"architectures": ["LlamaForCausalLMEagle3"]},
+        {"architectures": ["Other"], "eagle_config": {}},
+        {"architectures": ["Other"], TOP_KEY: [1]},
+    ]
+    for drafter in drafters:
+        assert mtp_rewrite.is_eagle3_drafter(SimpleNamespace(**drafter))
+        assert override(False, **drafter).model_type == "deepseek_v3"
+        assert override(True, **drafter).model_type == "deepseek_mtp"
+    head = {"architectures": ["DeepseekV3ForCausalLM"]}
+    assert not mtp_rewrite.is_eagle3_drafter(SimpleNamespace(**head))
+    assert vars(override(False, **head)) == vars(override(True, **head))
+
+
+@pytest.mark.parametrize("release", CHUNKS)
+def test_the_token_behind_each_chunk(release: str) -> None:
+    numpy = pytest.importorskip("numpy")
+    path = next(
+        path
+        for path in ("vllm/v1/spec_decode/llm_base_proposer.py", "vllm/v1/spec_decode/eagle.py")
+        if path in patched(release) and "def prepare_next_token_ids_padded" in patched(release)[path]
+    )
+
+    def tokens(stock: bool) -> list[int]:
+        method = copy.deepcopy(node(release, path, "prepare_next_token_ids_padded", "SpecDecodeBaseProposer", stock))
+        # Only the lookup, which stands before the copy to the device.
+        end = next(i for i, s in enumerate(method.body) if "copy_to_gpu" in ast.unparse(s))
+        method.body = method.body[:end]
+        looked_up = numpy.zeros(3, dtype=numpy.int32)
+        batch = SimpleNamespace(
+            num_reqs=3, req_ids=["a", "b", "c"], num_tokens_no_spec=numpy.array([10, 20, 5]), chunk_ends={1: 8}
+        )
+        requests = {name: SimpleNamespace(get_token_id=lambda index: index) for name in batch.req_ids}
+        proposer = SimpleNamespace(backup_next_token_ids=SimpleNamespace(np=looked_up))
+        arguments = {"sampled_token_ids": None, "requests": requests, "gpu_input_batch": batch}
+        build(release, path, method, {"np": numpy})(proposer, discard_request_mask=None, **arguments)
+        return looked_up.tolist()
+
+    assert tokens(stock=False) == [9, 8, 4]
+    assert tokens(stock=True) == [9, 19, 4]
+
+
+@pytest.mark.parametrize("release", CHUNKS)
+def test_the_runner_notes_where_chunks_end(release: str) -> None:
+    """A request of 20 tokens of which 3 are computed and 5 scheduled: the next token has index 8."""
+    numpy = pytest.importorskip("numpy")
+    body = node(release, V1, "_prepare_inputs", "GPUModelRunner").body
+    noted = [s for s in body if ast.unparse(s).startswith(("partial = ", "self.input_batch.chunk_ends = "))]
+    assert len(noted) == 2
+    runner = SimpleNamespace(
+        discard_request_mask=SimpleNamespace(np=numpy.array([False, True, False, True])),
+        optimistic_seq_lens_cpu=numpy.array([10, 3 + 5, 5, 99]),
+        input_batch=SimpleNamespace(),
+    )
+    exec(compile(ast.Module(noted, []), V1, "exec"), {"self": runner, "num_reqs": 3})
+    assert runner.input_batch.chunk_ends == {1: 8}
+
+
+@pytest.mark.parametrize("release", [r for r in ENDS if (0, 17, 0) <= series.number(r) < (0, 33, 0)])
+@pytest.mark.parametrize(
+    "drafter", [{}, {"eagle_config": None}, *({"eagle_config": {"use_aux_hidden_state": v}} for v in (True, False))]
+)
+def test_the_drafter_is_asked_for_auxiliary_states(release: str, drafter: dict[str, Any]) -> None:
+    init = node(release, "vllm/v1/worker/gpu/model_runner.py", "__init__", "GPUModelRunner")
+    flag = "self.use_aux_hidden_state_outputs = eagle_config.get("
+    (block,) = [
+        n for n in ast.walk(init) if isinstance(n, ast.If) and any(ast.unparse(s).startswith(flag) for s in n.body)
+    ]
+    end = next(i for i, s in enumerate(block.body) if ast.unparse(s).startswith(flag)) + 1
+    runner = SimpleNamespace(speculative_config=spec_config(release, drafter, stock=True))
+    exec(compile(ast.Module(block.body[:end], []), "init", "exec"), {"self": runner})
+    assert bool(runner.use_aux_hidden_state_outputs) == use_aux_flag.wants_states(runner.speculative_config)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# D3, D16
+
+
+def decode(release: str, forward: Any, dtype: Any, wanted: tuple[int, ...], factor: float) -> Any:
+    """Run a decoder of five layers, each of which adds its own power of two to the stream."""
+
+    class Layer:
+        use_sequence_parallel_moe = False
+
+        def __init__(self, index: int) -> None:
+            self.index = index
+
+        def __call__(self, positions: Any, hidden: Any, residual: Any, scaling: Any) -> Any:
+            total = hidden if residual is None else hidden + residual
+            return total.new_full(total.shape, 2.0**self.index), total
+
+    import torch
+
+    model = SimpleNamespace(
+        layers=[Layer(index) for index in range(5)],
+        start_layer=0,
+        end_layer=5,
+        aux_hidden_state_layers=wanted,
+        config=SimpleNamespace(routed_scaling_factor=factor),
+        embed_input_ids=lambda ids: torch.zeros(len(ids), 2, dtype=dtype),
+        norm=lambda hidden, residual: (hidden + residual, None),
+        hidden_size=2,
+    )
+    return forward(model, torch.zeros(3, dtype=torch.long), torch.arange(3), None, None)
+
+
+def stubs() -> dict[str, Any]:
+    import torch
+
+    rank = SimpleNamespace(is_first_rank=True, is_last_rank=True)
+    return {
+        "torch": torch,
+        "islice": islice,
+        "get_pp_group": lambda: rank,
+        "IntermediateTensors": dict,
+        "_get_llama_4_scaling": None,
+    }
+
+
+def overlay_forward() -> Any:
+    """The function that the overlay installs up to 0.17.1, without the imports of its module."""
+    from vllm_kimi_eagle3.fixes import k25_language_model
+
+    path = Path(k25_language_model.__file__).with_name("_capturing_forward.py")
+    (found,) = [n for n in ast.parse(path.read_text("utf-8")).body if isinstance(n, ast.FunctionDef)]
+    return build("overlay", path.name, found, stubs())
+
+
+@pytest.mark.parametrize("release", OLD)
+@pytest.mark.parametrize("wanted", [(), (1,), (1, 3, 5), (5, 2)])
+def test_the_decoder_shows_what_the_overlays_does(release: str, wanted: tuple[int, ...]) -> None:
+    torch = pytest.importorskip("torch")
+    ours = decode(
+        release, function(release, DEEPSEEK, "forward", "DeepseekV2Model", **stubs()), torch.float32, wanted, 1.0
+    )
+    theirs = decode(release, overlay_forward(), torch.float32, wanted, 1.0)
+    if not wanted:
+        assert torch.equal(ours, theirs)
+        return
+    assert torch.equal(ours[0], theirs[0])
+    assert [state[0, 0].item() for state in ours[1]] == [2.0**index - 1 for index in sorted(wanted)]
+    assert all(torch.equal(a, b) for a, b in zip(ours[1], theirs[1], strict=True))
+
+
+@pytest.mark.parametrize("release", ENDS)
+@pytest.mark.parametrize("factor", [2.5, 1e5])
+def test_float16_states_have_their_true_size(release: str, factor: float) -> None:
+    torch = pytest.importorskip("torch")
+    forward = function(release, DEEPSEEK, "forward", "DeepseekV2Model", **stubs())
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        hidden, states = decode(release, forward, dtype, (1, 3, 4), factor)
+        plain = [torch.full((3, 2), 2.0**index - 1, dtype=dtype) for index in (1, 3, 4)]
+        wanted = float16_stream.unscaled(plain, factor) if dtype == torch.float16 else plain
+        assert all(torch.equal(a, b) for a, b in zip(states, wanted, strict=True))
+        assert torch.equal(hidden, torch.full((3, 2), 31.0, dtype=dtype)), "the text's own stream is not touched"
