@@ -72,6 +72,21 @@ def test_right_on_the_pair(verify: Any, pair: dict[str, Path]) -> None:
 
 
 @ENGINE
+def test_right_on_two_tensor_parallel_ranks(verify: Any, pair: dict[str, Path]) -> None:
+    """Real ranks, each a process of its own in which the plugin registers while the worker is being made."""
+    done = verify(
+        *("--target", str(pair["kimi_k25"]), "--drafter", str(pair["eagle3_gqa_nested"]), "--tokens", "16"),
+        *("--tensor-parallel-size", "2", "--dtype", "float32", *verify.prompts, *BY_RULE, *SMALL),
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "cpu x 2" in done.stdout
+    assert "the model captures [4, 7, 9]" in done.stdout
+    log = (done.stdout + done.stderr).splitlines()
+    workers = {line.partition(")")[0] for line in log if "boundaries (4, 7, 9)" in line}
+    assert sum("Worker" in worker for worker in workers) == 2, workers
+
+
+@ENGINE
 def test_exit_1_on_a_wrong_capture(verify: Any, pair: dict[str, Path]) -> None:
     """Stock vLLM, one layer early; the legacy schema keeps D11 out of the way."""
     done = verify(
