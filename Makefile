@@ -14,13 +14,13 @@ demo:
 test:
 	@tools/cpu_engine.sh $(VENV) test
 	@$(MAKE) --no-print-directory lint
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest --durations=25
 
 lint:
 	@tools/cpu_engine.sh $(VENV) test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/pyright
+	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 
 drift:
 	@tools/cpu_engine.sh $(VENV) test

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from serving import Server, ServerError, serve
 from tiny_kimi.materialize import materialize
+
+from vllm_kimi_eagle3.bench.client import Client, ServerError
+from vllm_kimi_eagle3.bench.serve import serve
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache"
@@ -39,35 +41,31 @@ def runs(pair: dict[str, Path]) -> list[tuple[str, dict[str, str], list[str]]]:
     ]
 
 
-def measure(server: Server, prompts: list[str], tokens: int) -> dict[str, Any]:
+def measure(server: Client, prompts: list[str], tokens: int) -> dict[str, Any]:
     """Send every prompt once, one after another; the texts, the speed and the speculation counters."""
     server.complete(prompts[0], 8)  # the first request of a server pays for what is made lazily
-    before = server.speculation()
-    start = time.monotonic()
+    before = server.counters()
     answers = [server.complete(prompt, tokens) for prompt in prompts]
-    seconds = time.monotonic() - start
-    after = server.speculation()
-    counts = {key: after[key] - before[key] for key in ("drafts", "drafted", "accepted")}
-    earlier = before["accepted_by_position"] or [0] * K
-    by_position = [now - then for now, then in zip(after["accepted_by_position"], earlier, strict=False)]
-    drafts = counts["drafts"]
-    total = sum(answer["usage"]["completion_tokens"] for answer in answers)
+    counts = server.counters().since(before)
+    total = sum(answer.tokens for answer in answers)
     return {
         "tokens": total,
-        "tok_s": total / seconds,
-        "token_ids": [answer["choices"][0]["token_ids"] for answer in answers],
-        "texts": [answer["choices"][0]["text"] for answer in answers],
-        **counts,
-        "acceptance_rate": counts["accepted"] / counts["drafted"] if drafts else None,
-        "acceptance_length": 1 + counts["accepted"] / drafts if drafts else None,
-        "per_position": [accepted / drafts for accepted in by_position] if drafts else None,
+        "tok_s": total / sum(answer.seconds for answer in answers),
+        "token_ids": [answer.token_ids for answer in answers],
+        "texts": [answer.text for answer in answers],
+        "drafted": counts.drafted,
+        "accepted": counts.accepted,
+        "acceptance_rate": counts.acceptance_rate,
+        "acceptance_length": counts.acceptance_length,
+        "per_position": counts.per_position,
     }
 
 
-def capture_line(server: Server) -> str:
-    """What the server's own log says of the layers it captures."""
-    ours = [line for line in server.log_lines("boundaries") if "vllm-kimi-eagle3" in line]
-    stock = server.log_lines("uxiliary layers")
+def capture_line(log: Path) -> str:
+    """What a server's own log says of the layers it captures."""
+    lines = [re.sub(r"^.*?\[\w+\.py:\d+\] ", "", line) for line in log.read_text(errors="replace").splitlines()]
+    ours = [line for line in lines if line.startswith("vllm-kimi-eagle3 ") and "boundaries" in line]
+    stock = [line for line in lines if "auxiliary layers" in line.lower()]
     if ours:
         return ours[-1].partition(": ")[2].partition("; stock")[0]
     return stock[-1] if stock else "-"
@@ -114,10 +112,11 @@ def main() -> int:
             env = {**env, "VLLM_CACHE_ROOT": str(CACHE / "vllm"), "VLLM_CPU_KVCACHE_SPACE": "1"}
             common = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "4"]
             try:
-                with serve(pair["kimi_k25_legacy"], log, *common, *arguments, env=env) as server:
+                log.parent.mkdir(parents=True, exist_ok=True)
+                with serve(str(pair["kimi_k25_legacy"]), [*common, *arguments], log, environment=env) as url:
                     status.update(f"{name}: {len(prompts)} prompts, {options.tokens} tokens each")
-                    results.append({"name": name, **measure(server, prompts, options.tokens)})
-                    results[-1]["capture"] = capture_line(server)
+                    results.append({"name": name, **measure(Client(url), prompts, options.tokens)})
+                results[-1]["capture"] = capture_line(log)
             except ServerError as error:
                 print(f"{name}: {error}", file=sys.stderr)
                 return 1

@@ -31,15 +31,15 @@ if [ ! -e "$made" ]; then
   rm -rf "$venv"
   "$python" -m venv "$venv"
   # torch first and by itself: what comes after must find it, not choose another build.
-  pip install --quiet "$(grep '^torch==' requirements/cpu-engine.txt)"
-  pip install --quiet -r requirements/cpu-engine.txt
+  pip install -qq "$(grep '^torch==' requirements/cpu-engine.txt)"
+  pip install -qq -r requirements/cpu-engine.txt
   # The index's builds of these are for CUDA and don't import beside a CPU torch.
-  pip uninstall --quiet -y torchvision torchaudio torchcodec
-  pip install --quiet --no-deps --no-build-isolation ./requirements/vllm-alias
-  pip install --quiet --no-build-isolation -e .
+  pip uninstall -qq -y torchvision torchaudio torchcodec
+  pip install -qq --no-deps --no-build-isolation ./requirements/vllm-alias
+  pip install -qq --no-build-isolation -e .
   touch "$made"
 fi
 if [ "$extra" = test ] && [ ! -e "$made-test" ]; then
-  pip install --quiet --no-build-isolation -e '.[test]'
+  pip install -qq --no-build-isolation -e '.[test]'
   touch "$made-test"
 fi

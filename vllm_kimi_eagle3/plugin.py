@@ -40,7 +40,8 @@ def _refuse_our_servers(error: Exception) -> None:
     logging.getLogger("vllm.kimi_eagle3").error(message)
     from vllm.config.speculative import SpeculativeConfig
 
-    original = SpeculativeConfig.__post_init__
+    guarded: Any = SpeculativeConfig
+    original = guarded.__post_init__
     if getattr(original, "_kimi_eagle3_refuses", False):
         return
 
@@ -54,4 +55,4 @@ def _refuse_our_servers(error: Exception) -> None:
             raise ValueError(message)
 
     refuse.__dict__["_kimi_eagle3_refuses"] = True
-    SpeculativeConfig.__post_init__ = refuse
+    guarded.__post_init__ = refuse

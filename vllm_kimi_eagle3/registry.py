@@ -14,6 +14,7 @@ from vllm_kimi_eagle3.fixes import (
     cpu_attention_block_size,
     cpu_kernel_rebinding,
     cpu_rotary_embedding,
+    cpu_sampling_expansion,
     draft_attention_backend,
     draft_block_size,
     eagle3_interface,
@@ -53,6 +54,7 @@ FIXES: tuple[Fix, ...] = (
     cpu_kernel_rebinding.FIX,
     cpu_rotary_embedding.FIX,
     cpu_attention_block_size.FIX,
+    cpu_sampling_expansion.FIX,
 )
 
 ELSEWHERE: dict[str, str] = {

@@ -15,7 +15,6 @@ import argparse
 import datetime
 import json
 import re
-import shutil
 import sys
 import tempfile
 import time
@@ -42,8 +41,8 @@ CASES: dict[str, tuple[str, str | None, str, dict[str, str], dict[str, Any]]] = 
     "V1, overlay": ("kimi_k25", "eagle3_gqa_nested", "on", V1, RULE),
     "V1, stock, new K2.5 schema": ("kimi_k25", "eagle3_gqa_nested", "off", V1, {}),
     "MLA drafter, overlay": ("kimi_k25", "eagle3_mla_nested", "on", {}, RULE),
-    "MLA drafter of type deepseek_v3, stock": ("deepseek_v3", "mla_deepseek_v3", "off", {}, {}),
-    "MLA drafter of type deepseek_v3, overlay": ("deepseek_v3", "mla_deepseek_v3", "on", {}, RULE),
+    "MLA drafter of type deepseek_v3, stock": ("deepseek_v3", "eagle3_mla_nested_v3", "off", {}, {}),
+    "MLA drafter of type deepseek_v3, overlay": ("deepseek_v3", "eagle3_mla_nested_v3", "on", {}, RULE),
     "compiled with graphs, overlay": ("kimi_k25", "eagle3_gqa_nested", "on", {}, {**RULE, "enforce_eager": False}),
     "forced MLA backend, stock": ("deepseek_v3", "eagle3_gqa_boundary", "off", {}, FORCED),
     "forced MLA backend, overlay": ("deepseek_v3", "eagle3_gqa_boundary", "on", {}, FORCED),
@@ -54,14 +53,8 @@ CASES: dict[str, tuple[str, str | None, str, dict[str, str], dict[str, Any]]] = 
 
 
 def prepare(folder: Path) -> dict[str, Path]:
-    """The pair in head sizes that CUDA's kernels take, and the MLA drafter under the model type that D18 is about."""
-    made = materialize(folder / "narrow")
-    pair = {name: widen(source, folder / name) for name, source in made.items()}
-    drafter = folder / "mla_deepseek_v3"
-    shutil.copytree(pair["eagle3_mla_nested"], drafter)
-    config = json.loads((drafter / "config.json").read_text())
-    (drafter / "config.json").write_text(json.dumps({**config, "model_type": "deepseek_v3"}))
-    return {**pair, "mla_deepseek_v3": drafter}
+    """The pair in head sizes that CUDA's kernels take."""
+    return {name: widen(source, folder / name) for name, source in materialize(folder / "narrow").items()}
 
 
 def summary(log: str) -> str:

@@ -56,6 +56,7 @@ CASES: dict[str, tuple[Name, Evidence]] = {
     "healthy numbers of unknown layers": (Name.UNKNOWN, replace(HEALTHY, trials={})),
     "an ambiguous plan": (Name.UNKNOWN, replace(HEALTHY, trials={}, certain=False)),
     "overlapping calibration": (Name.UNKNOWN, replace(HEALTHY, trials=trials(0.8, 0.79, 0.6, 100))),
+    "sampling collapses": (Name.UNKNOWN, replace(HEALTHY, sampled_first=Share(219, 821))),
     "no gain, no loss": (Name.UNKNOWN, replace(HEALTHY, speedup=1.0)),
     "lukewarm": (Name.UNKNOWN, replace(HEALTHY, accepted=(420, 200, 90), trials={}, certain=True)),
 }
@@ -111,6 +112,7 @@ def evidences(draw: st.DrawFn) -> Evidence:
         vocabulary_faults=tuple(draw(st.lists(st.just("d2t is damaged"), max_size=1))),
         fit_faults=tuple(draw(st.lists(st.just("made for K2"), max_size=1))),
         control_first=draw(st.none() | shares),
+        sampled_first=draw(st.none() | shares),
     )
 
 
@@ -138,6 +140,7 @@ def test_more_of_the_same_evidence_never_unnames(evidence: Evidence, factor: int
         trials={b: scaled(s, factor) for b, s in evidence.trials.items()},
         relabelled=evidence.relabelled and scaled(evidence.relabelled, factor),
         reference=tuple(scaled(s, factor) for s in evidence.reference),
+        sampled_first=evidence.sampled_first and scaled(evidence.sampled_first, factor),
         control_first=evidence.control_first and scaled(evidence.control_first, factor),
     )
     if decide(evidence).name is not Name.UNKNOWN:
@@ -160,7 +163,13 @@ def test_a_faster_server_is_never_worse(evidence: Evidence, factor: float) -> No
 @given(evidences())
 def test_counters_alone_never_blame(evidence: Evidence) -> None:
     """Without a calibration, a verification or a file's fault, no verdict names features, fit or vocabulary."""
-    bare: dict[str, Any] = {"trials": {}, "relabelled": None, "features_match": None, "vocabulary_faults": ()}
+    bare: dict[str, Any] = {
+        "trials": {},
+        "relabelled": None,
+        "features_match": None,
+        "vocabulary_faults": (),
+        "reference": (),
+    }
     verdict = decide(replace(evidence, **bare))
     assert verdict.name not in (Name.MISALIGNED, Name.CORRUPTED, Name.UNFIT, Name.VOCABULARY)
 

@@ -39,6 +39,7 @@ EXPECTED: dict[str, dict[str, Need]] = {
     "C1 cpu-kernel-rebinding": {"0.15.0": N, "0.31.0": A},
     "C2 cpu-rotary-embedding": {"0.15.0": A},
     "C3 cpu-attention-block-size": {"0.15.0": N, "0.28.0": R, "0.29.0": A},
+    "C5 cpu-sampling-expansion": {"0.15.0": N, "0.20.0": A},
 }
 
 

@@ -118,23 +118,12 @@ def test_mla_drafter(served: Served, predict: Predict, by_rule: dict[str, Any]) 
 
 
 def test_mla_drafter_that_calls_itself_deepseek_v3(
-    pair: dict[str, Any], requests: list[Request], predict: Predict, by_rule: dict[str, Any], tmp_path: Any
+    pair: dict[str, Any], served: Served, predict: Predict, by_rule: dict[str, Any]
 ) -> None:
     """D18: refused by stock vLLM as an MTP head, served with the overlay."""
-    import json
-    import shutil
-
-    drafter = tmp_path / "drafter"
-    shutil.copytree(pair["eagle3_mla_nested"], drafter)
-    config = json.loads((drafter / "config.json").read_text())
-    (drafter / "config.json").write_text(json.dumps({**config, "model_type": "deepseek_v3"}))
-    arguments = {"drafter": drafter, "k": 3, "max_model_len": 512, **by_rule}
     with pytest.raises(EngineFailed, match="Eagle3DeepSeekMTPModel"):
-        run_engine(pair["deepseek_v3"], [requests[:1]], overlay="stock", **arguments)
-    run = run_engine(pair["deepseek_v3"], [requests[:1]], **arguments)
-    (trace,) = predict("mla", RIGHT)[:1]
-    assert run.result["rounds"][0]["output_ids"] == [trace.output_ids]
-    assert run.result["rounds"][0]["counters"] == counters(trace)
+        run_engine(pair["deepseek_v3"], [], drafter=pair["eagle3_mla_nested_v3"], overlay="stock")
+    assert_equal(served("deepseek_v3", "eagle3_mla_nested_v3", **by_rule), predict("mla", RIGHT))
 
 
 def test_new_schema_of_kimi_k25_crashes_stock_and_serves_with_the_overlay(pair: dict[str, Any], served: Served) -> None:

@@ -74,6 +74,9 @@ from transformers.image_processing_utils import BaseImageProcessor
 class TinyVisionProcessor(BaseImageProcessor):
     num_frames_per_chunk = 1
 
+    def __init__(self, media_proc_cfg=None, **kwargs):
+        super().__init__(**kwargs)
+
     def media_tokens_calculator(self, media):
         return 1
 """
@@ -147,6 +150,21 @@ def kimi_k25(folder: Path) -> Path:
     processor = {
         "image_processor_type": "TinyVisionProcessor",
         "auto_map": {"AutoImageProcessor": "tiny_vision.TinyVisionProcessor"},
+        # Later releases bring a processor of their own, and read only this.
+        "media_proc_cfg": {
+            "patch_size": 14,
+            "merge_kernel_size": 2,
+            "temporal_merge_kernel_size": 1,
+            "in_patch_limit": 64,
+            "patch_limit_on_one_side": 16,
+            "in_patch_limit_each_frame": 64,
+            "in_patch_limit_video": 64,
+            "fixed_output_tokens": None,
+            "sample_fps": 2.0,
+            "timestamp_mode": "hh:mm:ss.fff",
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+        },
     }
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     (folder / "tiny_vision.py").write_text(PROCESSOR)

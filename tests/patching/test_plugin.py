@@ -6,6 +6,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
+
+from tiny_kimi.materialize import materialize
 
 LOAD = "from vllm.plugins import load_general_plugins; load_general_plugins()\n"
 GATES = """
@@ -26,10 +29,10 @@ GATED = (
 )
 
 
-def run(code: str, **env: str) -> str:
+def run(code: str, *arguments: str, **env: str) -> str:
     """Run code in a fresh interpreter; returns its output, or fails with it."""
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", code, *arguments],
         env={**os.environ, "VLLM_KIMI_EAGLE3": "on", **env},
         capture_output=True,
         text=True,
@@ -84,32 +87,32 @@ def test_removing_the_gates_restores_every_method() -> None:
     )
 
 
-def test_a_broken_overlay_refuses_our_servers_and_only_ours() -> None:
-    out = run(
-        "import sys\nsys.modules['vllm_kimi_eagle3.activation'] = None\n"
-        + LOAD
-        + """
-import types
-from vllm.config.speculative import SpeculativeConfig
-from vllm_kimi_eagle3 import plugin
-plugin.register()  # a second time: still one guard
-gate = vars(SpeculativeConfig)["__post_init__"]
-assert gate._kimi_eagle3_refuses and not hasattr(gate.__wrapped__, "_kimi_eagle3_refuses")
-config = SpeculativeConfig(method="ngram", num_speculative_tokens=2, prompt_lookup_max=2)
-assert config.method == "ngram"
-config.method = "eagle3"
-config.target_model_config = types.SimpleNamespace(hf_config=types.SimpleNamespace(architectures=["LlamaForCausalLM"]))
-original, calls = gate.__wrapped__, []
-from unittest import mock
-cell = gate.__closure__[gate.__code__.co_freevars.index("original")]
-with mock.patch.object(cell, "cell_contents", lambda self: calls.append(self)):
-    gate(config)
-    config.target_model_config.hf_config.architectures = ["KimiK25ForConditionalGeneration"]
-    try:
-        gate(config)
-    except ValueError as error:
-        print("refused:", error)
-assert len(calls) == 2
+BROKEN = "import sys\nsys.modules['vllm_kimi_eagle3.activation'] = None\n"
+CONFIGURE = """
+import json
+from vllm.engine.arg_utils import EngineArgs
+target, drafter = sys.argv[1:]
+spec = {"method": "eagle3", "model": drafter, "num_speculative_tokens": 3}
+def configure(**more):
+    return EngineArgs(model=target, dtype="float32", max_model_len=256, **more).create_engine_config()
 """
+
+
+def test_a_broken_overlay_refuses_our_servers_and_only_ours(tmp_path: Path) -> None:
+    pair = materialize(tmp_path / "pair")
+    folders = (str(pair["deepseek_v3"]), str(pair["eagle3_gqa_boundary"]))
+    out = run(
+        BROKEN
+        + CONFIGURE
+        + "configure()\nprint('plain: started')\n"
+        + "try:\n    configure(speculative_config=spec)\nexcept ValueError as error:\n    print('refused:', error)\n"
+        + "from vllm_kimi_eagle3.plugin import register; register()\n"
+        + "from vllm.config.speculative import SpeculativeConfig\n"
+        + "guard = vars(SpeculativeConfig)['__post_init__']\n"
+        + "assert guard._kimi_eagle3_refuses and not hasattr(guard.__wrapped__, '_kimi_eagle3_refuses')\n",
+        *folders,
     )
-    assert "refused: vllm-kimi-eagle3 could not install itself" in out
+    assert "plain: started" in out
+    assert "vllm-kimi-eagle3 could not install itself (ModuleNotFoundError" in out.partition("refused:")[2]
+    # The negative control: with a sound overlay the same server is configured.
+    assert "refused" not in run("import sys\n" + CONFIGURE + "configure(speculative_config=spec)\n", *folders)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).resolve().parent.parent.parent
 PROGRAM = "from vllm_kimi_eagle3.patching.release import installed_release; print(installed_release())"
 
 
@@ -25,9 +26,9 @@ def site(folder: Path, distribution: str, version: str, module: str | None = "vl
 
 
 def found(folder: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env={"PYTHONPATH": str(folder)}, capture_output=True, text=True, check=True
-    )
+    # -S: without this environment's own site-packages, in which there may be a vLLM.
+    command, path = [sys.executable, "-S", "-c", PROGRAM], f"{folder}:{ROOT}"
+    done = subprocess.run(command, env={"PYTHONPATH": path}, capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
 

@@ -105,13 +105,13 @@ def replace_by_proxies(target: str) -> None:
 
     replace: Any = Installer.replace
 
-    def by_proxy(self: Any, name: str, new: Any) -> Any:
+    def by_proxy(self: Any, name: str, new: Any, **options: Any) -> Any:
         if name != target:
-            return replace(self, name, new)
+            return replace(self, name, new, **options)
         proxy = wrapt.FunctionWrapper(
             self.original(name), lambda _, instance, args, kwargs: new(instance, *args, **kwargs)
         )
-        return replace(self, name, proxy)
+        return replace(self, name, proxy, **options)
 
     Installer.replace = by_proxy  # type: ignore[method-assign]
 

@@ -106,6 +106,7 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
     "no drafts": (["--target", "TARGET", "--drafter", "DRAFTER", "--num-speculative-tokens", "0"], ["0", "at least 1"]),
     "tolerance": (["--target", "TARGET", "--drafter", "DRAFTER", "--tolerance", "nan"], ["nan", "above 0"]),
     "report": (["--target", "TARGET", "--drafter", "DRAFTER", "--report", "no/such/x.html"], ["no/such/x.html"]),
+    "prompts": (["--target", "TARGET", "--drafter", "DRAFTER", "--prompts", "no/such/p.txt"], ["no/such/p.txt"]),
     "hf by name": (["--target", "a/b", "--drafter", "DRAFTER", "--reference", "hf"], ["must be folders"]),
 }
 

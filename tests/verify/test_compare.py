@@ -193,6 +193,24 @@ def test_the_bar_is_twice_the_rounding_of_a_same_dtype_reference() -> None:
     assert not judge(one, oracle=Oracle(floor=0.002), dtype="bfloat16", bar=0.001).ok
 
 
+def test_one_flipped_row_does_not_widen_the_bar_of_all() -> None:
+    """The reference's own worst row allows 100 %, its median 0.2 %."""
+
+    class Flipping(Oracle):
+        def rounded(self, tokens: Sequence[int]) -> Tensor | None:
+            rows = states(tokens) * 1.001
+            rows[3] *= 1.5
+            return rows
+
+    text = list(range(12))
+    one = Served("r0", text, [12])
+    one.calls.append(Call("r0", 0, states(text) * 1.0015, [*text[1:], 12], text, [1, 2], 12))
+    assert judge(one, oracle=Flipping(), dtype="bfloat16").ok
+    one.calls[0].rows = states(text) * 1.1
+    found = judge(one, oracle=Flipping(), dtype="bfloat16")
+    assert not found.ok and found.max_relative_error < min(found.situations["whole prefill"].bars)
+
+
 def test_the_page_holds_everything_and_escapes() -> None:
     page = html(FACTS, judge(served()))
     assert "<script>" not in page and "&lt;script&gt;" in page

@@ -24,12 +24,16 @@ class ServerError(RuntimeError):
 
 @dataclass(frozen=True)
 class Answer:
-    """One completion: its text, how many tokens it has, and how long it took from request to end, in seconds."""
+    """One completion: its text, how many tokens it has, and how long it took from request to end, in seconds.
+
+    ``token_ids`` is empty where the request did not ask for them.
+    """
 
     text: str
     tokens: int
     seconds: float
     finish_reason: str
+    token_ids: tuple[int, ...] = ()
 
 
 class Client:
@@ -92,6 +96,19 @@ class Client:
             return Answer(text, int(usage["completion_tokens"]), seconds, str(choice.get("finish_reason")))
         except (KeyError, IndexError, TypeError, AttributeError, ValueError):
             raise ServerError(f"{self.url} answered a chat request with something else than a completion") from None
+
+    def complete(self, prompt: str, max_tokens: int) -> Answer:
+        """A greedy continuation of a raw text, with its token ids. Raises ServerError."""
+        body = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+        start = time.perf_counter()
+        answer = self._json("/v1/completions", {**body, "return_token_ids": True})
+        seconds = time.perf_counter() - start
+        try:
+            choice, count = answer["choices"][0], int(answer["usage"]["completion_tokens"])
+            ids = tuple(int(token) for token in choice["token_ids"])
+            return Answer(str(choice["text"]), count, seconds, str(choice.get("finish_reason")), ids)
+        except (KeyError, IndexError, TypeError, ValueError):
+            raise ServerError(f"{self.url} answered a completion request with something else") from None
 
     def counters(self) -> Counters:
         """The model's counters now. Raises ServerError."""

@@ -20,6 +20,8 @@ from vllm_kimi_eagle3.patching.release import installed_release
 VOCABULARY_CHECKS = ("d2t", "d2t-range", "d2t-unique", "draft-vocabulary")
 FIT_CHECKS = ("trained-for", "fc-width")
 MAX_CALIBRATION = 1 << 20
+ORDINARY_TEMPERATURE = 0.7
+"""Up to here, sampled text is accepted nearly as well as greedy text."""
 
 
 def main_run(runs: Sequence[Run], name: str) -> Run | None:
@@ -62,6 +64,9 @@ def evidence_of(
         facts = _files(target, drafter)
     if calibration is not None:
         facts.update(read_calibration(calibration))
+    sampled = [run for run in runs if run.name == name and 0 < run.setting.temperature <= ORDINARY_TEMPERATURE]
+    if sampled and sampled[0].counters.by_position:
+        facts["sampled_first"] = Share(sampled[0].counters.by_position[0], sampled[0].counters.drafts)
     run, control = main_run(runs, name), main_run(runs, "control")
     first = control.counters.by_position[:1] if control is not None else ()
     if control is not None and first:

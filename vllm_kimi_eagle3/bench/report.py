@@ -7,6 +7,7 @@ Geometry is worked out here, in plain numbers; the template only draws. Needs th
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ class _Axes:
     """Data to pixels, and the marks beside the axes."""
 
     def __init__(self, top: float, x_range: tuple[float, float] = (0, 1)) -> None:
-        self.top = top if top > 0 else 1.0
+        self.top = _round_up(top)
         self.x_range = x_range
 
     def y(self, value: float) -> float:
@@ -89,6 +90,14 @@ class _Axes:
         """Five horizontal lines with their labels."""
         values = [self.top * i / 4 for i in range(5)]
         return [{"y": self.y(v), "label": f"{v:.0%}" if percent else f"{v:.3g}"} for v in values]
+
+
+def _round_up(value: float) -> float:
+    """The next number of 1, 2, 3, 4, 6 or 8 times a power of ten, so that quarters of it read well."""
+    if value <= 0:
+        return 1.0
+    power = 10.0 ** math.floor(math.log10(value))
+    return next(step * power for step in (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 10.0) if step * power >= value * (1 - 1e-9))
 
 
 def _by_prompt(runs: list[Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -115,7 +124,7 @@ def _bars(
     title: str, note: str, names: Sequence[str], table: Mapping[str, Sequence[float]], percent: bool
 ) -> dict[str, Any]:
     highest = max((value for values in table.values() for value in values), default=1.0)
-    axes = _Axes(1.0 if percent else highest * 1.12)
+    axes = _Axes(1.0 if percent else highest * 1.05)
     group = (WIDTH - LEFT - RIGHT) / len(names)
     bar = min(46.0, group * 0.8 / len(table))
     bars: list[dict[str, Any]] = []
@@ -151,7 +160,7 @@ def _speedup(data: Mapping[str, Any], runs: list[Mapping[str, Any]]) -> dict[str
         return None
     longest = float(len(own["per_position"]) + 1)
     cost, length = data["break_even"], own["acceptance_length"]
-    axes = _Axes(max(longest / cost, 1.0) * 1.15, (1.0, longest))
+    axes = _Axes(max(longest / cost, 1.0) * 1.02, (1.0, longest))
     points = [{"x": axes.x(length), "y": axes.y(length / cost), "class": "s1", "label": f"{length / cost:.2f}x"}]
     marks = [{"x": axes.x(cost), "label": f"break-even {cost:.2f}"}] if 1.0 <= cost <= longest else []
     return {

@@ -28,6 +28,10 @@ CLIFF = 0.5
 """A sound drafter's later positions keep more than this share of the first one's rate (conditional)."""
 LIVE_MARGIN = 0.15
 """How far the live first position may stay below the teacher-forced rate: it is measured after misses."""
+TEXT_MARGIN = 0.10
+"""How far the live first position may stay below an independent run of the same loop, on other text."""
+SAMPLED = 0.5
+"""At ordinary temperatures sampled text keeps more than this share of the greedy first position."""
 BREAK_EVEN_NOISE = 0.03
 """Speed-ups this close to 1 are neither gain nor loss."""
 
@@ -65,6 +69,7 @@ class Evidence:
         vocabulary_faults: what ``doctor`` found wrong with ``d2t`` or the vocabularies, one sentence each.
         fit_faults: what ``doctor`` found that speaks of another target, one sentence each.
         control_first: first-position acceptance of a control drafter on the same server.
+        sampled_first: first-position acceptance of sampled text at an ordinary temperature, beside greedy ``accepted``.
     """
 
     drafts: int = 0
@@ -80,6 +85,7 @@ class Evidence:
     vocabulary_faults: tuple[str, ...] = ()
     fit_faults: tuple[str, ...] = ()
     control_first: Share | None = None
+    sampled_first: Share | None = None
 
     @property
     def positions(self) -> tuple[Share, ...]:
@@ -231,6 +237,15 @@ def _corrupted(e: Evidence) -> Verdict | None:
     if e.features_match is True or e.captured is None or not e.greedy or e.drafts < MIN_DRAFTS or not e.accepted:
         return None
     forced, live = e.trials.get(e.captured), e.positions[0]
+    if e.reference and live.high < e.reference[0].low - TEXT_MARGIN:
+        return Verdict(
+            Name.CORRUPTED,
+            (
+                f"an independent run of the same drafter with true states of boundaries {e.captured} has position 1"
+                f" accepted in {e.reference[0]} of cases, the server in {live}",
+            ),
+            f"{VERIFY}, which compares the states one by one",
+        )
     if forced is None or e.best is None or live.high >= forced.low - LIVE_MARGIN:
         return None
     return Verdict(
@@ -301,7 +316,7 @@ def _healthy(e: Evidence) -> Verdict | None:
         return None
     if e.speedup is not None and e.speedup < 1 + BREAK_EVEN_NOISE:
         return None
-    if not _layers_are_right(e):
+    if _falls_short(e) or _sampling_collapses(e) or not _layers_are_right(e):
         return None
     gain = "the speed-up was not measured" if e.speedup is None else f"the server is {e.speedup:.2f} times as fast"
     return Verdict(
@@ -329,6 +344,20 @@ def _unknown(e: Evidence) -> Verdict:
                 f"position 1 is accepted in only {first} of cases: wrong layers, a wrong drafter or a fault between"
                 " them look alike from outside"
             )
+        elif _acceptance_is_fine(e) and _sampling_collapses(e):
+            reasons.append(
+                f"greedy text is accepted well (position 1: {first}), sampled text hardly ({e.sampled_first}):"
+                " a fault of the engine's sampling or its verification, not of the features"
+            )
+            step = "compare with temperature 0 in production, and report it; " + DOCTOR
+        elif _falls_short(e):
+            pairs = zip(e.positions, e.reference, strict=False)
+            number, live, own = next((n, a, b) for n, (a, b) in enumerate(pairs, 1) if a.high < b.low)
+            reasons.append(
+                f"position {number} is accepted in {live} of cases, in an independent run of the same drafter in {own}:"
+                " other text, or states that are a layer off"
+            )
+            step = VERIFY
         elif first.low >= HEALTHY_FIRST and not _layers_are_right(e):
             reasons.append(
                 f"acceptance looks healthy (position 1: {first}), but that does not prove the right layers: one layer"
@@ -364,6 +393,16 @@ def _layers_are_right(e: Evidence) -> bool:
     if e.best is not None and e.captured is not None:
         return e.best[0] == e.captured
     return e.features_match is not False and e.captured is not None and e.certain
+
+
+def _sampling_collapses(e: Evidence) -> bool:
+    """Whether sampled text is accepted so much less than greedy text that its verification must be at fault."""
+    return e.sampled_first is not None and e.greedy and e.sampled_first.high < SAMPLED * e.positions[0].low
+
+
+def _falls_short(e: Evidence) -> bool:
+    """Whether some position is accepted less than in an independent run, if only by a layer's worth."""
+    return e.greedy and any(live.high < own.low for live, own in zip(e.positions, e.reference, strict=False))
 
 
 def _context(e: Evidence, name: Name) -> tuple[str, ...]:

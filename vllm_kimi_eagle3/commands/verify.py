@@ -108,6 +108,8 @@ def _check(options: argparse.Namespace) -> None:
             raise PlanError(f"{name} is {number}; at least 1 was expected")
     if options.tolerance is not None and not options.tolerance > 0:
         raise PlanError(f"--tolerance is {options.tolerance}; a number above 0 was expected")
+    if options.prompts is not None and not options.prompts.is_file():
+        raise PlanError(f"--prompts {options.prompts}: no such file")
     if options.report is not None and not options.report.absolute().parent.is_dir():
         raise PlanError(f"--report {options.report}: its folder does not exist")
     if options.reference == "hf" and not (Path(options.target).is_dir() and Path(options.drafter).is_dir()):
@@ -205,8 +207,11 @@ def _engine(options: argparse.Namespace) -> Any:
 
     parsed: Any = EngineArgs.add_cli_args(Parser()).parse_args(["--model", options.target, *options.rest])
     given = {argument.split("=")[0].replace("_", "-") for argument in options.rest if argument.startswith("--")}
-    if "--max-model-len" not in given:
-        parsed.max_model_len = 2048  # of a checkpoint's 262144 the comparison needs a few hundred
+    if "--max-model-len" not in given and Path(options.target).is_dir():
+        # Of a checkpoint's 262144 the comparison needs a few hundred.
+        config = read_config(Path(options.target))
+        longest = dict(config.get("text_config") or config).get("max_position_embeddings")
+        parsed.max_model_len = min(2048, longest) if isinstance(longest, int) else 2048
     speculative: dict[str, Any] = dict(getattr(parsed, "speculative_config", None) or {})
     if speculative.get("method", "eagle3") != "eagle3":
         raise PlanError(f"--speculative-config names method {speculative['method']!r}; verify is for eagle3")
@@ -219,8 +224,9 @@ def _engine(options: argparse.Namespace) -> Any:
         raise
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        ours = next((line for line in lines if "vllm-kimi-eagle3" in line), lines[0])
-        raise PlanError(f"the engine did not start: {ours[:400]}") from None
+        # pydantic says in the first line only how many errors there are.
+        told = [line for word in ("vllm-kimi-eagle3", "Value error, ") for line in lines if word in line]
+        raise PlanError(f"the engine did not start: {[*told, *lines][0][:400]}") from None
 
 
 def _prompts(options: argparse.Namespace, engine: Any, max_model_len: int) -> list[list[int]]:

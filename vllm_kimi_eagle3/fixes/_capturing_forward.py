@@ -29,6 +29,8 @@ def forward(
     A captured stream is what enters a layer: hidden states plus residual, before the layer's norm. The last one,
     boundary L, is what enters the final norm.
     """
+    stream: Any
+    residual: Any
     if not get_pp_group().is_first_rank:
         assert intermediate_tensors is not None
         stream = intermediate_tensors["hidden_states"]

@@ -6,7 +6,8 @@ Euclidean norm, one number for each boundary. The bar:
 
 * float32: 1e-4.
 * Other dtypes, oracle with a same-dtype reference: the flash-attention rule, at most twice the error of that reference
-  against float32, so that the tolerance is measured and not chosen.
+  against float32, so that the tolerance is measured and not chosen. It holds for the worst row, and for the median of
+  a situation's rows: a near-tie of the router that rounding flips moves one row far, and the worst row's bar with it.
 * Other dtypes without one: 0.1 for bf16, 0.03 for float16. One layer off is 0.2 and more on trained models, one
   position off about 1.
 
@@ -20,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from vllm_kimi_eagle3.verify.capture import Call
@@ -30,6 +32,8 @@ BARS = {"float32": 1e-4, "float16": 0.03, "bfloat16": 0.1}
 """Largest relative error of a row where nothing better is known."""
 
 _MOST_PROBLEMS = 20
+_ENOUGH = 12
+"""Rows from which on a median says something."""
 
 
 @dataclass
@@ -41,6 +45,8 @@ class Situation:
         rows: how many.
         errors: the largest relative error by boundary.
         bars: the largest that passes, by boundary.
+        median: the median row's error by boundary.
+        median_bars: the largest median that passes; None where no same-dtype reference gave one, or rows are few.
         cells: largest error by position and boundary, for the picture.
         wrong_drafts: calls whose drafts are not the oracle's; None if it did not tell.
         calls: how many.
@@ -52,6 +58,8 @@ class Situation:
     calls: int = 0
     errors: list[float] = field(default_factory=list[float])
     bars: list[float] = field(default_factory=list[float])
+    median: list[float] = field(default_factory=list[float])
+    median_bars: list[float] | None = None
     cells: dict[int, list[float]] = field(default_factory=dict[int, list[float]])
     wrong_drafts: int | None = None
     wrong_ids: int = 0
@@ -72,6 +80,8 @@ class Situation:
             "max_relative_error": self.max_relative_error,
             "by_boundary": dict(zip(map(str, self.boundaries), self.errors, strict=True)),
             "bar": max(self.bars, default=0.0),
+            "median_relative_error": max(self.median, default=0.0),
+            "median_bar": None if self.median_bars is None else max(self.median_bars),
             "wrong_drafts": self.wrong_drafts,
             "wrong_ids": self.wrong_ids,
         }
@@ -180,7 +190,8 @@ def compare(
     names = situations_of(served, block_size, max_model_len)
     problems: list[str] = []
     situations: dict[str, Situation] = {}
-    floors: list[float] | None = None
+    floors: list[Tensor] = []
+    by_situation: dict[str, list[Tensor]] = {}
     total = 0
     wrong = {"ours": 0, "reference": 0, "calls": 0}
     exact = dtype == "float32"
@@ -196,8 +207,7 @@ def compare(
         want = oracle.features(tokens)
         rounded = oracle.rounded(tokens)
         if rounded is not None:
-            floor = _errors(rounded, want, len(boundaries)).amax(0).tolist()
-            floors = floor if floors is None else [max(a, b) for a, b in zip(floors, floor, strict=True)]
+            floors.append(_errors(rounded, want, len(boundaries)))
         expected = oracle.drafts(want, tokens, one.calls)
         nearby = None if rounded is None else oracle.drafts(rounded, tokens, one.calls)
         for index, call in enumerate(one.calls):
@@ -217,18 +227,24 @@ def compare(
             for name in names[id(call)]:
                 s = situations.setdefault(name, Situation(name, boundaries, errors=[0.0] * len(boundaries)))
                 _add(s, call, errors)
+                by_situation.setdefault(name, []).append(errors)
                 s.wrong_ids += index in wrong_calls
                 if expected is not None:
                     s.wrong_drafts = (s.wrong_drafts or 0) + off
     if progress is not None:
         progress(len(served))
-    bars = [bar] * len(boundaries) if bar is not None else None
-    if bars is None and not exact and floors is not None:
-        bars = [2 * floor for floor in floors]
+    floor = torch.cat(floors) if floors and not exact and bar is None else None
     for s in situations.values():
-        s.bars = bars or [BARS[dtype]] * len(boundaries)
+        rows = torch.cat(by_situation[s.name])
+        s.median = rows.median(0).values.tolist()
+        if floor is None:
+            s.bars = [BARS[dtype] if bar is None else bar] * len(boundaries)
+        else:
+            s.bars = (2 * floor.amax(0)).tolist()
+            s.median_bars = (2 * floor.median(0).values).tolist() if len(rows) >= _ENOUGH else None
         # Written so that NaN fails.
         s.ok = not s.wrong_ids and all(e <= b for e, b in zip(s.errors, s.bars, strict=True))
+        s.ok = s.ok and all(e <= b for e, b in zip(s.median, s.median_bars or s.bars, strict=True))
         s.ok = s.ok and not (exact and s.wrong_drafts)
     if not exact and wrong["reference"] and wrong["ours"] > 2 * wrong["reference"] + 0.05 * wrong["calls"]:
         problems.append(
