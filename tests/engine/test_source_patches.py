@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The installed vLLM with the source patches and *without* the overlay, on the real engine: the reference's own drafts.
 
-The copy is a folder before the installed package on the module path; libraries are links, Python files are copies.
+The reference is the one that ``test_pair.py`` holds the overlay to.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 from collections.abc import Callable
@@ -15,9 +14,8 @@ from typing import Any
 
 import pytest
 from engine import EngineFailed, EngineRun, Request, counters, run_engine
+from patched_vllm import patched_copy
 
-from vllm_kimi_eagle3.cli import main
-from vllm_kimi_eagle3.patching.release import installed_release
 from vllm_kimi_eagle3.reference import Drafter, Target, speculate
 
 pytestmark = pytest.mark.engine
@@ -27,30 +25,14 @@ Serve = Callable[..., EngineRun]
 
 
 @pytest.fixture(scope="module")
-def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("patched")
-    found = importlib.util.find_spec("vllm")
-    assert found is not None and found.origin is not None
-
-    def copy(source: str, target: str) -> None:
-        if source.endswith(".py"):
-            shutil.copyfile(source, target)
-        else:
-            Path(target).symlink_to(source)
-
-    ignore = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(Path(found.origin).parent, folder / "vllm", copy_function=copy, ignore=ignore)
-    release = installed_release()
-    assert release is not None
-    assert main(["patches", "--vllm", release, "--apply", str(folder)]) == 0
-    return folder
+def patched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return patched_copy(tmp_path_factory.mktemp("patched"))
 
 
 @pytest.fixture(scope="module")
-def serve(pair: dict[str, Path], requests: list[Request], patched: Path) -> Serve:
-    def run(drafter: Path, *, plugins: str | None = "", env: dict[str, str] | None = None, **options: Any) -> EngineRun:
-        environment = {"PYTHONPATH": str(patched), **({} if plugins is None else {"VLLM_PLUGINS": plugins})}
-        environment.update(env or {})
+def serve(pair: dict[str, Path], requests: list[Request], patched: dict[str, str]) -> Serve:
+    def run(drafter: Path, *, env: dict[str, str] | None = None, **options: Any) -> EngineRun:
+        environment = {**patched, **(env or {})}
         options.setdefault("overlay", "off")
         rounds = [[request] for request in requests[:2]]
         return run_engine(pair["kimi_k25"], rounds, drafter=drafter, k=3, max_model_len=512, env=environment, **options)
@@ -104,7 +86,7 @@ def test_the_overlay_finds_its_fixes_in_place(
     serve: Serve, check: Callable[..., None], pair: dict[str, Path], by_rule: dict[str, Any]
 ) -> None:
     """Both at once: the plan is written all the same, and nothing is shifted twice."""
-    run = serve(pair["eagle3_gqa_nested"], plugins=None, env=OUTPUT, overlay="on", **by_rule)
+    run = serve(pair["eagle3_gqa_nested"], env={**OUTPUT, "VLLM_PLUGINS": "kimi_eagle3"}, overlay="on", **by_rule)
     assert run.result["overlay_loaded"]
     states = run.result["states"]
     assert {state for name, state in states.items() if name != "D8"} <= {"RETIRED", "NOT_APPLICABLE"}

@@ -261,6 +261,28 @@ def test_the_drafter_is_asked_for_auxiliary_states(release: str, drafter: dict[s
     assert bool(runner.use_aux_hidden_state_outputs) == use_aux_flag.wants_states(runner.speculative_config)
 
 
+@pytest.mark.parametrize("release", ["0.17.0", "0.17.1"])
+@pytest.mark.parametrize("method", ["propose", "set_inputs_first_pass"])
+def test_slots_are_counted_in_the_kernels_blocks(release: str, method: str) -> None:
+    """D10: a manager's blocks of 64 tokens, a kernel's of 32."""
+
+    def size(stock: bool) -> int:
+        found = node(release, "vllm/v1/spec_decode/eagle.py", method, "SpecDecodeBaseProposer", stock)
+        lines = [
+            statement
+            for statement in ast.walk(found)
+            if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) in ("builder", "block_size")
+        ]
+        builder = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=32))
+        group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=64), get_metadata_builder=lambda *_: builder)
+        names: dict[str, Any] = {"self": SimpleNamespace(draft_attn_groups=[group])}
+        exec(compile(ast.Module(sorted(lines, key=lambda line: line.lineno)[-2:], []), method, "exec"), names)
+        return names["block_size"]
+
+    assert size(stock=False) == 32
+    assert size(stock=True) == 64
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # D3, D16
 
