@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decide, for each server that vLLM configures, whether it is ours; if so apply what it needs or refuse to start.
 
-Four methods of vLLM's get a gate: a wrapper that looks at the configuration and passes everything else through. Only
-behind an open gate, for method ``eagle3`` on a target listed in :data:`TARGETS`, does the overlay touch anything.
+Four methods of vLLM's get a gate: a wrapper that looks at the configuration and passes everything else through. The
+overlay touches something only behind an open gate: for method ``eagle3`` on a target listed in :data:`TARGETS`, and for
+those targets on the CPU platform, whose engine does not run them otherwise.
 
 * ``SpeculativeConfig.__post_init__``: what must hold before the drafter's configuration is built;
 * ``VllmConfig.__post_init__``: the plan of the layers to capture, and the check that every fix is at hand;
@@ -28,6 +29,7 @@ from vllm_kimi_eagle3.fixes import _boundaries
 from vllm_kimi_eagle3.layers import CapturePlan, PlanError, facts_of, read_headers, resolve, stock_boundaries
 from vllm_kimi_eagle3.layers.alignment import content_key, load
 from vllm_kimi_eagle3.layers.files import read_config
+from vllm_kimi_eagle3.layers.stock import NEWEST
 from vllm_kimi_eagle3.patching.engine import Engine, unmet
 from vllm_kimi_eagle3.patching.gate import Gate
 from vllm_kimi_eagle3.patching.release import installed_release
@@ -38,9 +40,6 @@ logger = logging.getLogger("vllm.kimi_eagle3")
 
 TARGETS = frozenset({"DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration"})
 """Architectures that the overlay serves. Kimi-K2 checkpoints call themselves DeepseekV3ForCausalLM."""
-
-NEWEST = "0.33.0"
-"""Whose facts hold for a vLLM that does not say which release it is."""
 
 RECORD = "kimi_eagle3"
 """The overlay's key in ``additional_config``."""
@@ -62,13 +61,14 @@ class OverlayError(ValueError):
 def mode() -> str:
     """``on``, ``warn``, ``stock`` or ``off``, from ``VLLM_KIMI_EAGLE3``.
 
-    ``warn`` starts a server even when a fix is missing. ``stock`` leaves EAGLE-3 as vLLM ships it and mends only what
-    keeps the CPU engine from running our targets: the baseline to measure against. ``off`` does nothing at all.
+    Unset and empty mean ``on``. ``warn`` starts a server even when a fix is missing. ``stock`` leaves EAGLE-3 as vLLM
+    ships it and mends only what keeps the CPU engine from running our targets: the baseline to measure against. ``off``
+    does nothing at all.
 
     Raises:
         OverlayError: any other value.
     """
-    value = os.environ.get("VLLM_KIMI_EAGLE3", "on").strip().lower()
+    value = (os.environ.get("VLLM_KIMI_EAGLE3") or "on").strip().lower()
     if value not in ("on", "warn", "stock", "off"):
         raise OverlayError(f"VLLM_KIMI_EAGLE3 is {value!r}; it must be on, warn, stock or off")
     return value
@@ -165,10 +165,12 @@ def _vllm_config_gate(wrapped: Callable[..., Any], instance: Any, args: Any, kwa
 
 def _init_worker_gate(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
     all_kwargs = kwargs.get("all_kwargs", args[0] if args else None)
-    if all_kwargs:
+    try:
         vllm_config = all_kwargs[instance.rpc_rank].get("vllm_config")
-        if vllm_config is not None:
-            prepare_worker(vllm_config)
+    except (TypeError, LookupError, AttributeError):
+        vllm_config = None  # not what we know: vLLM's own business, and init_device looks again
+    if vllm_config is not None:
+        prepare_worker(vllm_config)
     return wrapped(*args, **kwargs)
 
 

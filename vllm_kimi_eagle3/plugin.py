@@ -16,14 +16,23 @@ def register() -> None:
     ``VLLM_KIMI_EAGLE3=off`` makes it do nothing at all. It never raises: an error would end vLLM for everybody else's
     models too. Instead, when the overlay itself is broken, EAGLE-3 on our targets is refused and nothing else changes.
     """
-    if os.environ.get("VLLM_KIMI_EAGLE3", "on").strip().lower() == "off":
+    if (os.environ.get("VLLM_KIMI_EAGLE3") or "on").strip().lower() == "off":
         return
     try:
         from vllm_kimi_eagle3 import activation
 
         activation.install_gates()
     except Exception as error:
-        _refuse_our_servers(error)
+        try:
+            _refuse_our_servers(error)
+        except Exception as second:
+            import logging
+
+            logging.getLogger("vllm.kimi_eagle3").error(
+                "vllm-kimi-eagle3 could not refuse its servers either (%s: %s): EAGLE-3 runs as stock vLLM has it",
+                type(second).__name__,
+                second,
+            )
 
 
 def _refuse_our_servers(error: Exception) -> None:

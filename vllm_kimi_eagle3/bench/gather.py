@@ -91,7 +91,7 @@ def _files(target: Path, drafter: Path) -> dict[str, Any]:
     release = installed_release() or NEWEST
     try:
         plan = plan_of(pair)
-        if os.environ.get("VLLM_KIMI_EAGLE3", "on").strip().lower() in ("off", "stock"):
+        if (os.environ.get("VLLM_KIMI_EAGLE3") or "on").strip().lower() in ("off", "stock"):
             facts_of(release)
             stock = stock_boundaries(release, pair.target, pair.drafter)
             captured = stock.runner(stock.default).boundaries

@@ -80,7 +80,7 @@ def judge(report: Report, environment: Mapping[str, str] | None = None) -> list[
 
 
 def _mode(environment: Mapping[str, str]) -> str:
-    return environment.get("VLLM_KIMI_EAGLE3", "on").strip().lower()
+    return (environment.get("VLLM_KIMI_EAGLE3") or "on").strip().lower()
 
 
 def _filtered(environment: Mapping[str, str]) -> bool:

@@ -62,8 +62,8 @@ class Engine:
     def apply(self, phase: Phase, context: Context) -> list[Status]:
         """Install and configure what ``phase`` needs for this server, and report on those fixes.
 
-        Installing happens once a process; configuring happens for every server. A fix that fails while it installs is
-        taken back whole.
+        Installing happens once a process; configuring happens for every server. A fix that fails at either is taken
+        back whole.
         """
         with self._lock:
             fixes = [fix for fix in self.needed(context) if fix.phase is phase]

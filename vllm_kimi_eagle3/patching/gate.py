@@ -53,6 +53,7 @@ class Gate:
                 wrapper = wrapt.FunctionWrapper(original, self._look)
                 setattr(owner, self._attribute, wrapper)
                 self._original, self._wrapper = original, wrapper
+                self.error = None  # a first try may have met the module half imported
             except Exception as error:
                 what = f"{self.module}.{self._class_name}.{self._attribute}"
                 self.error = f"{what} cannot be wrapped ({type(error).__name__}: {error})"

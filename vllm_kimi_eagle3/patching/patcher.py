@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replace attributes of live modules and classes, remember what was there, and put it back.
 
-Everything that the overlay changes goes through one :class:`Patcher`. It saves an original once, however often it is
-replaced; it tells an attribute that a class owned from one that it inherited, so that undoing leaves the namespace as
-it was; and it never undoes what somebody else has put on top of ours.
+Everything that the overlay changes goes through one :class:`Patcher`. It lets only one fix have a target, so that what
+it saves is never another fix's replacement; it tells an attribute that a class owned from one that it inherited, so
+that undoing leaves the namespace as it was; and it never undoes what somebody else has put on top of ours.
 
 What it cannot do: find references that others took before (``from module import name``). A fix names those it knows as
 aliases.
@@ -63,9 +63,10 @@ class Patcher:
     def original(self, target: str) -> Any:
         """What ``package.module:Qual.name`` was before the overlay touched it; a descriptor is not bound."""
         owner, attribute = _resolve(target)
-        for slot in self._slots:
-            if slot.owner is owner and slot.attribute == attribute and slot.original is not _MISSING:
-                return slot.original
+        with self._lock:
+            for slot in self._slots:
+                if slot.owner is owner and slot.attribute == attribute and slot.original is not _MISSING:
+                    return slot.original
         return inspect.getattr_static(owner, attribute)
 
     def revert(self, label: str | None = None) -> list[str]:
@@ -127,6 +128,10 @@ class Patcher:
     def put_code(self, fix: str, function: FunctionType, code: CodeType) -> None:
         """Swap one function's code for a fix; :meth:`Installer.replace_code` is the way in for fixes."""
         with self._lock:
+            for slot in self._code_slots:
+                if slot.function is function:  # pyright: ignore[reportUnnecessaryComparison]
+                    name = function.__qualname__
+                    raise PatchConflict(f"{name} is already patched by {slot.fix}; two fixes want one target")
             self._code_slots.append(_CodeSlot(function, function.__code__, code, fix))
             _set_code(function, code)
 
