@@ -227,10 +227,56 @@ def test_fast_and_light():
     assert not imported & {"torch", "vllm", "numpy", "wrapt", "packaging", "transformers", "pydantic"}
 
 
-def test_a_closed_pipe_is_no_error():
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("sink", ["| true", "| head -1"])
+def test_a_closed_pipe_is_no_error(sink, unbuffered):
+    """Python buffers what goes into a pipe, so the error comes late there, at exit unless somebody flushes before."""
     done = subprocess.run(
-        [shutil.which("bash") or "bash", "-c", '"$@" | true; exit "${PIPESTATUS[0]}"', "bash", *subprocess_call()],
+        [
+            *(shutil.which("bash") or "bash", "-c"),
+            f'"$@" {sink} >/dev/null; exit "${{PIPESTATUS[0]}}"',
+            *("bash", *subprocess_call()),
+        ],
         capture_output=True,
         text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
     )
     assert done.returncode == 0 and done.stderr == ""
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_one_sentence(unbuffered):
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            subprocess_call(),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        )
+    assert done.returncode == 2
+    assert done.stderr == "vllm-kimi-eagle3 layers: No space left on device\n"
+
+
+def test_help_into_a_full_disk_leaves_no_traceback():
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [*subprocess_call()[:3], "--help"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": ""},
+        )
+    assert done.returncode == 2 and done.stderr == "vllm-kimi-eagle3: No space left on device\n"
+
+
+@pytest.mark.parametrize("name", ["layers", "doctor", "calibrate", "bench", "verify", "patches"])
+def test_a_path_too_long_is_one_sentence(capsys, name):
+    long = "a" * 5000
+    flags = {"doctor": ["--files-only"], "patches": ["--check", long]}.get(name, [])
+    if name != "patches":
+        flags = [*flags, "--target", long, "--drafter", str(DRAFTERS / "specforge-custom")]
+    assert cli.main([name, *flags]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1

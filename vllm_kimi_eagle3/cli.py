@@ -8,6 +8,7 @@ that command is asked for. Exit status: 0 good, 1 a problem was found, 2 bad usa
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import sys
@@ -39,10 +40,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A path may hold bytes that the terminal's encoding has not; show them escaped instead of failing.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
+    asked = next((argument for argument in arguments if not argument.startswith("-")), None)
+    where = "vllm-kimi-eagle3" if asked is None else f"vllm-kimi-eagle3 {asked}"
+    status = 0
+    try:
+        status = _run(arguments, asked)
+        # Into a pipe or a file nothing is written before this; at exit it would be too late to say what failed.
+        if sys.stdout is not None:  # pyright: ignore[reportUnnecessaryComparison]
+            sys.stdout.flush()
+    except PlanError as error:
+        print(f"{where}: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        _forget_stdout()  # the reader has seen enough
+    except OSError as error:
+        # The commands word what they can foresee; a full disk behind stdout, or a path of 5000 letters, ends here.
+        named = "" if error.filename is None else f": {str(error.filename)[:200]!a}"
+        print(f"{where}: {error.strerror or error}{named}", file=sys.stderr)
+        _forget_stdout()
+        return 2
+    return status
+
+
+def _run(arguments: list[str], asked: str | None) -> int:
+    """The exit status of one command; argparse's own endings included."""
     parser = argparse.ArgumentParser(prog="vllm-kimi-eagle3", description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"vllm-kimi-eagle3 {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    asked = next((argument for argument in arguments if not argument.startswith("-")), None)
     for name, summary in COMMANDS.items():
         if name == asked:
             importlib.import_module(f".commands.{name}", __package__).add_parser(subparsers)
@@ -55,13 +79,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return options.run(options)
     except SystemExit as stop:  # argparse: --help and --version leave with 0, bad usage with 2
         return stop.code if isinstance(stop.code, int) else 2
-    except PlanError as error:
-        print(f"vllm-kimi-eagle3 {asked}: {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:
-        # The reader has seen enough. Python would complain once more at exit without this.
+
+
+def _forget_stdout() -> None:
+    """Let what is still buffered go nowhere: Python would try to write it once more at exit, and complain."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 if __name__ == "__main__":

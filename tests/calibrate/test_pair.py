@@ -19,7 +19,8 @@ from tiny_kimi.materialize import HERE, materialize
 from vllm_kimi_eagle3 import cli
 from vllm_kimi_eagle3.calibrate import measure, texts
 from vllm_kimi_eagle3.calibrate.trials import Trial, decide, lay_out
-from vllm_kimi_eagle3.layers import alignment, read_headers, resolve
+from vllm_kimi_eagle3.commands import calibrate as command_module
+from vllm_kimi_eagle3.layers import PlanError, alignment, read_headers, resolve
 from vllm_kimi_eagle3.reference import Drafter, Target, speculate
 
 RIGHT = (4, 7, 9)
@@ -220,4 +221,29 @@ def test_bad_input_is_one_sentence(
     status, data = command(pair["eagle3_gqa_nested"], "--tokens", "0")
     assert status == 2
     status, data = command(pair["eagle3_gqa_nested"], "--ids", os.devnull)
-    assert status == 2 and "JSON" in data["error"]
+    assert status == 2 and "ordinary file" in data["error"]
+
+
+@pytest.mark.parametrize("content", ["pipe", "[[1.5]]", "[[true]]", '["12"]', "[" * 100_000, '{"a": 1}'])
+def test_ids_that_are_none(tmp_path: Path, content: str) -> None:
+    ids = tmp_path / "ids.json"
+    if content == "pipe":
+        os.mkfifo(ids)
+    else:
+        ids.write_text(content)
+    with pytest.raises(PlanError, match=r"ids\.json"):
+        texts.read_ids(ids, 100)
+
+
+@pytest.mark.parametrize("flags", [["--picture", "no/such/folder/c.png"], []])
+def test_where_nothing_can_be_written_is_said_before_measuring(
+    pair: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: list[str]
+) -> None:
+    monkeypatch.setattr(command_module.picture, "require", lambda: None)
+    monkeypatch.setattr(command_module, "_measure", lambda *_: pytest.fail("measured first"))
+    if not flags:
+        monkeypatch.setenv("VLLM_KIMI_EAGLE3_CACHE", "/dev/null/cache")
+    folders = ["--target", str(pair["kimi_k25"]), "--drafter", str(pair["eagle3_gqa_nested"])]
+    assert cli.main(["calibrate", *folders, *flags]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert (flags[1] if flags else "--no-record") in line

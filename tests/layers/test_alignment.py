@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+from pathlib import Path
 
 import pytest
 
@@ -43,6 +45,33 @@ def test_the_environment_names_the_cache(tmp_path, monkeypatch):
     monkeypatch.delenv("VLLM_KIMI_EAGLE3_CACHE")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert alignment.load(KEY) is None
+
+
+def test_a_user_without_a_home_has_no_records(monkeypatch):
+    """A container's user has often neither a name nor a home; its servers must start."""
+    monkeypatch.delenv("VLLM_KIMI_EAGLE3_CACHE", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert alignment.load(KEY) is None
+    with pytest.raises(PlanError, match="VLLM_KIMI_EAGLE3_CACHE"):
+        alignment.save(RECORD)
+
+
+def test_somebody_elses_home_holds_no_records_of_ours(monkeypatch, tmp_path):
+    """``docker run --user`` leaves HOME as it was: a folder that this user may not enter."""
+    monkeypatch.delenv("VLLM_KIMI_EAGLE3_CACHE", raising=False)
+    monkeypatch.setattr(Path, "stat", no_entry)
+    assert alignment.load(KEY) is None
+    monkeypatch.setenv("VLLM_KIMI_EAGLE3_CACHE", str(tmp_path))
+    with pytest.raises(PlanError, match="can't be read: Permission denied"):
+        alignment.load(KEY)
+
+
+def no_home():
+    raise RuntimeError("Could not determine home directory.")
+
+
+def no_entry(self, **_):
+    raise PermissionError(errno.EACCES, "Permission denied", str(self))
 
 
 def test_the_key_follows_content():

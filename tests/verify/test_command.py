@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from functools import cache
@@ -122,6 +123,8 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
     "tolerance": (["--target", "TARGET", "--drafter", "DRAFTER", "--tolerance", "nan"], ["nan", "above 0"]),
     "report": (["--target", "TARGET", "--drafter", "DRAFTER", "--report", "no/such/x.html"], ["no/such/x.html"]),
     "prompts": (["--target", "TARGET", "--drafter", "DRAFTER", "--prompts", "no/such/p.txt"], ["no/such/p.txt"]),
+    "header": (["--target", "TARGET", "--drafter", "SHORT"], ["SHORT", "no whole safetensors file"]),
+    "long": (["--target", "a" * 5000, "--drafter", "DRAFTER"], ["File name too long"]),
     "hf by name": (["--target", "a/b", "--drafter", "DRAFTER", "--reference", "hf"], ["must be folders"]),
 }
 
@@ -129,6 +132,10 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_one_sentence(verify: Any, pair: dict[str, Path], tmp_path: Path, name: str) -> None:
     folders = {"TARGET": pair["deepseek_v3"], "DRAFTER": pair["eagle3_gqa_boundary"], "EMPTY": tmp_path}
+    folders["SHORT"] = tmp_path / "SHORT"
+    folders["SHORT"].mkdir()
+    shutil.copy(folders["DRAFTER"] / "config.json", folders["SHORT"])
+    (folders["SHORT"] / "model.safetensors").write_bytes(b"\xff" * 100)
     arguments, words = BAD[name]
     done = verify(*(str(folders.get(a, a)) for a in arguments))
     assert done.returncode == 2
@@ -144,6 +151,7 @@ def test_bad_input_is_one_sentence(verify: Any, pair: dict[str, Path], tmp_path:
     [
         (["--no-such-argument", "7"], "no-such-argument"),
         (["--speculative-config", '{"method": "ngram"}'], "ngram"),
+        (["--speculative-config", "[1]"], "no JSON object"),
         (["--additional-config", '{"kimi_eagle3": {"layer_ids": [4, 7, 11]}}'], "11"),
     ],
 )

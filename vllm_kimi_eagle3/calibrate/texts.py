@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,10 @@ import torch
 from torch import Tensor
 
 from vllm_kimi_eagle3.layers import PlanError
+from vllm_kimi_eagle3.layers.files import load_json, read_bytes
 from vllm_kimi_eagle3.reference import Cache, Target
+
+MAX_IDS = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -130,13 +132,11 @@ def read_ids(path: Path, vocab_size: int) -> list[list[int]]:
     Raises:
         PlanError: the file holds something else, or an id that the target has not.
     """
-    try:
-        data: Any = json.loads(path.read_text("utf-8"))
-        prompts = [[int(token) for token in prompt] for prompt in data]
-    except OSError as error:
-        raise PlanError(f"{path} can't be read: {error.strerror}") from None
-    except (ValueError, TypeError, RecursionError):
-        raise PlanError(f"{path} holds no JSON list of lists of token ids") from None
+    data: Any = load_json(read_bytes(path, MAX_IDS), str(path))
+    lists: list[Any] = data if isinstance(data, list) else [None]
+    if not all(isinstance(prompt, list) and all(type(token) is int for token in prompt) for prompt in lists):
+        raise PlanError(f"{path} holds no JSON list of lists of token ids")
+    prompts: list[list[int]] = lists
     if not prompts or not all(prompts) or any(not 0 <= token < vocab_size for p in prompts for token in p):
         raise PlanError(f"{path} must hold non-empty lists of token ids from 0 to {vocab_size - 1}")
     return prompts

@@ -188,11 +188,19 @@ def _check(options: argparse.Namespace) -> None:
         raise PlanError("--control starts an engine; beside --base-url give --control-url")
     for name in ("tokens", "repeats", "k"):
         if not 1 <= getattr(options, name) <= 1_000_000:
-            raise PlanError(f"--{name} is {getattr(options, name)}, but at least 1 was expected")
+            raise PlanError(f"--{name} is {getattr(options, name)}, but 1 to 1000000 was expected")
     try:
         shlex.split(options.serve)
     except ValueError as error:
         raise PlanError(f"--serve can't be split into arguments: {error}") from None
+    # Minutes of measuring come next: find out now whether the result can be written.
+    if options.html is not None and (options.html.is_dir() or not options.html.absolute().parent.is_dir()):
+        raise PlanError(f"--html {options.html}: no file can be written there")
+    if options.log_dir is not None:
+        try:
+            options.log_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise PlanError(f"--log-dir {options.log_dir}: {error.strerror}") from None
     for url in (options.base_url, options.baseline_url, options.control_url):
         if url is not None:
             Client(url)
@@ -235,7 +243,6 @@ def _clients(options: argparse.Namespace) -> Iterator[tuple[str, Client]]:
         engines.append(("control", options.control))
     with contextlib.ExitStack() as stack:
         logs = options.log_dir or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        logs.mkdir(parents=True, exist_ok=True)
         for name, drafter in engines:
             arguments = shlex.split(options.serve)
             if drafter is not None:

@@ -68,6 +68,7 @@ def run(options: argparse.Namespace) -> int:
         raise PlanError(
             f"the ids {list(base)} are no ascending layers of a target of {facts.num_layers}, shifted or not"
         )
+    _check_places(options)
     headers = read_headers(options.drafter if options.drafter.is_dir() else options.drafter.parent)
     data = _measure(options, trials)
     shares: dict[Trial, Share] = data.pop("shares")
@@ -225,6 +226,31 @@ def _load(options: argparse.Namespace) -> tuple[Target, Drafter]:
         raise PlanError(f"the drafter can't be run by the torch reference: {' '.join(str(error).split())}") from None
 
 
+def _check_places(options: argparse.Namespace) -> None:
+    """Minutes of measuring come next: find out now whether what they give can be written."""
+    if options.picture is not None and not options.picture.absolute().parent.is_dir():
+        raise PlanError(f"--picture {options.picture}: its folder does not exist")
+    if options.no_record:
+        return
+    place = alignment.cache_folder() / "alignment"
+    try:
+        nearest = next(folder for folder in (place, *place.absolute().parents) if folder.exists())
+        why = None if nearest.is_dir() else "Not a directory"
+        if why is None and not os.access(nearest, os.W_OK | os.X_OK):
+            why = "Permission denied"
+    except OSError as error:
+        why = error.strerror
+    if why is not None:
+        raise PlanError(_unwritable(place, why))
+
+
+def _unwritable(place: Path, why: str | None) -> str:
+    return (
+        f"the record can't be written below {place}: {why}; set VLLM_KIMI_EAGLE3_CACHE to a folder of yours, or pass"
+        " --no-record"
+    )
+
+
 def _check_memory(folder: Path) -> None:
     """Say before the machine is out of memory that it would be. float32 takes twice what a bfloat16 file does."""
     stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
@@ -245,11 +271,7 @@ def _remember(record: AlignmentRecord) -> Path | None:
     try:
         return alignment.save(record)
     except OSError as error:
-        place = alignment.cache_folder()
-        raise PlanError(
-            f"the record can't be written below {place}: {error.strerror}; set VLLM_KIMI_EAGLE3_CACHE to a folder of"
-            " yours, or pass --no-record"
-        ) from None
+        raise PlanError(_unwritable(alignment.cache_folder(), error.strerror)) from None
 
 
 def _plain(share: Share) -> dict[str, Any]:

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_kimi_eagle3 import __version__
-from vllm_kimi_eagle3.layers import PlanError
-from vllm_kimi_eagle3.layers.files import read_config
+from vllm_kimi_eagle3.layers import PlanError, read_headers
+from vllm_kimi_eagle3.layers.files import load_json, read_bytes, read_config
+from vllm_kimi_eagle3.layers.parse import read_drafter, read_target
 from vllm_kimi_eagle3.patching.release import installed_release
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ HF_BYTES = 8 << 30
 """Largest target for which ``auto`` computes a reference from the checkpoint: beyond it a CPU takes too long."""
 WHOLE_BYTES = 128 << 20
 """Largest checkpoint that is held whole, converted to float32 (and once more in its own dtype)."""
+MAX_PROMPTS = 64 << 20
+"""Largest file of prompts."""
 ROW_BYTES = 256 << 20
 """Most memory for recorded rows."""
 
@@ -100,7 +103,12 @@ def _check(options: argparse.Namespace) -> None:
     """What can be said before an engine is started."""
     for name, value in (("--target", options.target), ("--drafter", options.drafter)):
         if Path(value).exists():
-            read_config(Path(value))
+            config = read_config(Path(value))
+            if name == "--target":
+                read_target(config)
+            elif Path(value).is_dir():
+                read_drafter(config)
+                read_headers(Path(value))
         elif value.startswith((".", "/", "~")) or value.count("/") != 1:
             raise PlanError(f"{name} {value}: no such folder")
     for name, number in (("--num-speculative-tokens", options.num_speculative_tokens), ("--tokens", options.tokens)):
@@ -210,9 +218,13 @@ def _engine(options: argparse.Namespace) -> Any:
     if "--max-model-len" not in given and Path(options.target).is_dir():
         # Of a checkpoint's 262144 the comparison needs a few hundred.
         config = read_config(Path(options.target))
-        longest = dict(config.get("text_config") or config).get("max_position_embeddings")
+        inner = config.get("text_config")
+        longest = (inner if isinstance(inner, dict) else config).get("max_position_embeddings")
         parsed.max_model_len = min(2048, longest) if isinstance(longest, int) else 2048
-    speculative: dict[str, Any] = dict(getattr(parsed, "speculative_config", None) or {})
+    given_config: Any = getattr(parsed, "speculative_config", None) or {}
+    if not isinstance(given_config, dict):
+        raise PlanError("--speculative-config is no JSON object")
+    speculative: dict[str, Any] = dict(given_config)
     if speculative.get("method", "eagle3") != "eagle3":
         raise PlanError(f"--speculative-config names method {speculative['method']!r}; verify is for eagle3")
     speculative.setdefault("num_speculative_tokens", options.num_speculative_tokens)
@@ -226,7 +238,8 @@ def _engine(options: argparse.Namespace) -> Any:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         # pydantic says in the first line only how many errors there are.
         told = [line for word in ("vllm-kimi-eagle3", "Value error, ") for line in lines if word in line]
-        raise PlanError(f"the engine did not start: {[*told, *lines][0][:400]}") from None
+        sentence = [*told, *lines][0].partition(" [type=")[0]  # what pydantic adds is of no use here
+        raise PlanError(f"the engine did not start: {sentence[:400]}") from None
 
 
 def _prompts(options: argparse.Namespace, engine: Any, max_model_len: int) -> list[list[int]]:
@@ -234,10 +247,11 @@ def _prompts(options: argparse.Namespace, engine: Any, max_model_len: int) -> li
     texts: list[Any] = list(TEXTS)
     if options.prompts is not None:
         try:
-            content = options.prompts.read_text(encoding="utf-8")
-            texts = json.loads(content) if content.lstrip().startswith("[") else content.splitlines()
-        except (OSError, ValueError) as error:
-            raise PlanError(f"--prompts {options.prompts}: {error}") from None
+            content = read_bytes(options.prompts, MAX_PROMPTS).decode("utf-8")
+        except UnicodeDecodeError:
+            raise PlanError(f"--prompts {options.prompts} is not UTF-8 text") from None
+        listed: Any = load_json(content.encode(), str(options.prompts)) if content.lstrip().startswith("[") else None
+        texts = content.splitlines() if listed is None else listed
     vocabulary = int(engine.vllm_config.model_config.get_vocab_size())
     room = max_model_len - options.tokens - options.num_speculative_tokens - 2
     if room < 1:
@@ -245,7 +259,7 @@ def _prompts(options: argparse.Namespace, engine: Any, max_model_len: int) -> li
     prompts: list[list[int]] = []
     for item in texts:
         ids = item if isinstance(item, list) else _encode(engine, item)
-        if not ids or not all(isinstance(i, int) and 0 <= i < vocabulary for i in ids):
+        if not ids or not all(type(i) is int and 0 <= i < vocabulary for i in ids):
             if item == "":
                 continue
             raise PlanError(f"--prompts: {str(item)[:60]!a} is neither a text nor a list of ids below {vocabulary}")

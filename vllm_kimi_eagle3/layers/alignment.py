@@ -71,9 +71,18 @@ class AlignmentRecord:
 
 
 def cache_folder() -> Path:
-    """Where this package keeps what it measures: ``$VLLM_KIMI_EAGLE3_CACHE`` or ``~/.cache/vllm-kimi-eagle3``."""
+    """Where this package keeps what it measures: ``$VLLM_KIMI_EAGLE3_CACHE`` or ``~/.cache/vllm-kimi-eagle3``.
+
+    Raises:
+        PlanError: neither is set: a container's user without a name has no home.
+    """
     named = os.environ.get("VLLM_KIMI_EAGLE3_CACHE")
-    return Path(named) if named else Path.home() / ".cache" / "vllm-kimi-eagle3"
+    if named:
+        return Path(named)
+    try:
+        return Path.home() / ".cache" / "vllm-kimi-eagle3"
+    except RuntimeError:
+        raise PlanError("this user has no home folder; set VLLM_KIMI_EAGLE3_CACHE to a folder of yours") from None
 
 
 def content_key(target: Mapping[str, Any], drafter: Mapping[str, Any], headers: CheckpointHeaders | None) -> str | None:
@@ -99,14 +108,25 @@ def content_key(target: Mapping[str, Any], drafter: Mapping[str, Any], headers: 
 def load(key: str | None, cache: Path | None = None) -> AlignmentRecord | None:
     """The record of a pair, or None when nothing was measured.
 
+    A home that this user has not, or may not enter, holds no records of theirs: containers run servers like that.
+
     Raises:
-        PlanError: there is a record, and it is damaged.
+        PlanError: there is a record, and it is damaged; or the folder of records can't be entered.
     """
     if key is None:
         return None
+    if cache is None and not os.environ.get("VLLM_KIMI_EAGLE3_CACHE"):
+        try:
+            if not cache_folder().is_dir():
+                return None
+        except (OSError, PlanError):
+            return None
     path = record_path(key, cache)
-    if not path.is_file():
-        return None
+    try:
+        if not path.is_file():
+            return None
+    except OSError as error:
+        raise PlanError(f"the alignment record {path} can't be read: {error.strerror}") from None
     return parse(read_object(path, MAX_RECORD), key, str(path))
 
 

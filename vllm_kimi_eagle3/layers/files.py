@@ -53,6 +53,18 @@ def read_object(path: Path, limit: int) -> dict[str, Any]:
     Raises:
         PlanError: the file is missing, not ordinary, too large, or not one JSON object.
     """
+    data = load_json(read_bytes(path, limit), str(path))
+    if not isinstance(data, dict):
+        raise PlanError(f"{path} holds no JSON object")
+    return data  # pyright: ignore[reportUnknownVariableType]
+
+
+def read_bytes(path: Path, limit: int) -> bytes:
+    """A whole file of at most ``limit`` bytes. A pipe or a device would block or never end, so it is refused.
+
+    Raises:
+        PlanError: the file is missing, not ordinary, or too large.
+    """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise PlanError(f"{path} is not an ordinary file")
@@ -62,10 +74,7 @@ def read_object(path: Path, limit: int) -> dict[str, Any]:
         raise PlanError(f"{path} can't be read: {error.strerror}") from None
     if len(raw) > limit:
         raise PlanError(f"{path} is larger than {limit} bytes, too large for what it should be")
-    data = load_json(raw, str(path))
-    if not isinstance(data, dict):
-        raise PlanError(f"{path} holds no JSON object")
-    return data  # pyright: ignore[reportUnknownVariableType]
+    return raw
 
 
 def load_json(raw: bytes, where: str) -> object:
