@@ -247,3 +247,31 @@ def test_where_nothing_can_be_written_is_said_before_measuring(
     assert cli.main(["calibrate", *folders, *flags]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert (flags[1] if flags else "--no-record") in line
+
+
+@pytest.mark.parametrize(
+    ("role", "key", "value"),
+    [
+        ("target", "rope_scaling", "x"),
+        ("target", "topk_group", [1]),
+        ("target", "qk_nope_head_dim", -1),
+        ("target", "qk_rope_head_dim", 10**40),
+        ("target", "moe_layer_freq", None),
+        ("drafter", "num_attention_heads", None),
+        ("drafter", "rms_norm_eps", [1]),
+    ],
+)
+def test_a_config_that_holds_anything_is_one_sentence(
+    pair: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], role: str, key: str, value: object
+) -> None:
+    folders = {"target": pair["kimi_k25"], "drafter": pair["eagle3_gqa_nested"]}
+    copy = tmp_path / role
+    shutil.copytree(folders[role], copy)
+    config = json.loads((copy / "config.json").read_text())
+    config.get("text_config", config)[key] = value
+    (copy / "config.json").write_text(json.dumps(config))
+    folders[role] = copy
+    arguments = [f"--{name}={folder}" for name, folder in folders.items()]
+    assert cli.main(["calibrate", *arguments, "--tokens", "1", "--no-record"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"the {role} can't be run" in line and len(line) < 500

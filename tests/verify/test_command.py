@@ -122,6 +122,7 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
     "no drafts": (["--target", "TARGET", "--drafter", "DRAFTER", "--num-speculative-tokens", "0"], ["0", "at least 1"]),
     "tolerance": (["--target", "TARGET", "--drafter", "DRAFTER", "--tolerance", "nan"], ["nan", "above 0"]),
     "report": (["--target", "TARGET", "--drafter", "DRAFTER", "--report", "no/such/x.html"], ["no/such/x.html"]),
+    "report folder": (["--target", "TARGET", "--drafter", "DRAFTER", "--report", "."], ["--report . is a folder"]),
     "prompts": (["--target", "TARGET", "--drafter", "DRAFTER", "--prompts", "no/such/p.txt"], ["no/such/p.txt"]),
     "header": (["--target", "TARGET", "--drafter", "SHORT"], ["SHORT", "no whole safetensors file"]),
     "long": (["--target", "a" * 5000, "--drafter", "DRAFTER"], ["File name too long"]),

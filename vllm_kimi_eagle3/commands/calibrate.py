@@ -179,7 +179,7 @@ def _measure(options: argparse.Namespace, trials: list[Trial]) -> dict[str, Any]
         plain = [prompt.text for prompt in (read_prompts(options.prompts) if options.prompts else FIVE)]
         prompts = texts.encode(options.target, plain, chat=not options.raw)
     stop = target.config.get("eos_token_id")
-    stops = frozenset(stop if isinstance(stop, list) else [] if stop is None else [stop])
+    stops = frozenset(token for token in (stop if isinstance(stop, list) else [stop]) if isinstance(token, int))
     with torch.inference_mode():
         written = texts.write(
             target,
@@ -210,10 +210,13 @@ def _load(options: argparse.Namespace) -> tuple[Target, Drafter]:
     _check_memory(options.target)
     try:
         target = Target.load(options.target)
+        # Its first forward, too: a config may hold anything, and what reads it says so by whatever error it meets.
+        with torch.inference_mode():
+            target.forward([0, 0], Cache())
     except KeyError as error:
         raise PlanError(f"the target in {options.target} lacks {error}, so it can't be run") from None
-    except (ValueError, OSError) as error:
-        raise PlanError(f"the target can't be run by the torch reference: {' '.join(str(error).split())}") from None
+    except Exception as error:
+        raise PlanError(f"the target can't be run by the torch reference: {_short(error)}") from None
     try:
         drafter = Drafter.load(options.drafter, target)
         # Minutes of writing come next: find out now whether every weight is there and fits.
@@ -222,8 +225,14 @@ def _load(options: argparse.Namespace) -> tuple[Target, Drafter]:
         return target, drafter
     except KeyError as error:
         raise PlanError(f"the drafter in {options.drafter} lacks {error}, so it can't be run") from None
-    except (ValueError, OSError, RuntimeError) as error:
-        raise PlanError(f"the drafter can't be run by the torch reference: {' '.join(str(error).split())}") from None
+    except Exception as error:
+        raise PlanError(f"the drafter can't be run by the torch reference: {_short(error)}") from None
+
+
+def _short(error: Exception) -> str:
+    """An error in one line; what is not a sentence by itself gets its name."""
+    words = " ".join(str(error).split())[:300]
+    return words if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {words}"
 
 
 def _check_places(options: argparse.Namespace) -> None:

@@ -120,6 +120,8 @@ def _check(options: argparse.Namespace) -> None:
         raise PlanError(f"--prompts {options.prompts}: no such file")
     if options.report is not None and not options.report.absolute().parent.is_dir():
         raise PlanError(f"--report {options.report}: its folder does not exist")
+    if options.report is not None and options.report.is_dir():
+        raise PlanError(f"--report {options.report} is a folder")
     if options.reference == "hf" and not (Path(options.target).is_dir() and Path(options.drafter).is_dir()):
         raise PlanError("--reference hf reads the checkpoints itself, so --target and --drafter must be folders")
 
