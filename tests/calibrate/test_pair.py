@@ -275,3 +275,12 @@ def test_a_config_that_holds_anything_is_one_sentence(
     assert cli.main(["calibrate", *arguments, "--tokens", "1", "--no-record"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"the {role} can't be run" in line and len(line) < 500
+
+
+def test_a_list_of_very_many_ids_ends_at_once(
+    pair: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drafter = read_only(pair["eagle3_gqa_nested"], tmp_path / "drafter", list(range(100_000)))
+    arguments = ["--target", str(pair["kimi_k25"]), "--drafter", str(drafter), "--no-record"]
+    assert cli.main(["calibrate", *arguments]) == 2
+    assert "100000 layer ids, but at most 64" in capsys.readouterr().err

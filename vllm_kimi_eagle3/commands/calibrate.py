@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 SUMMARY = "Measure which layers the drafter was trained on, and remember it for servers."
 MEMORY_SHARE = 0.8
 """How much of the free memory a target's weights may take."""
+MAX_STATES = 64
+"""Longest list of ids: every state is shifted alone, and drafters read three to five."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -63,6 +65,8 @@ def run(options: argparse.Namespace) -> int:
         raise PlanError("the drafter takes no auxiliary hidden states, so there are no layers to calibrate")
     ids = draft.lists[0].ids if draft.lists else None
     base = ids if ids is not None else default_boundaries(facts.num_layers)
+    if len(base) > MAX_STATES:
+        raise PlanError(f"the drafter lists {len(base)} layer ids, but at most {MAX_STATES} can be measured")
     trials = lay_out(base, facts.num_layers)
     if not trials:
         raise PlanError(
