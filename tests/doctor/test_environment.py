@@ -72,8 +72,8 @@ BAD: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
     "editable moved": (
         "code-location",
         "error",
-        "/work",
-        change(distributions=first(editable="file:///work/src")),
+        "/moved",
+        change(distributions=first(editable="file:///moved/src")),
         {},
     ),
     "no vLLM": (
