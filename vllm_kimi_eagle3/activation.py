@@ -176,7 +176,9 @@ def _init_worker_gate(wrapped: Callable[..., Any], instance: Any, args: Any, kwa
 
 def _init_device_gate(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
     # A worker process of its own registers plugins inside init_worker, too late for that gate.
-    prepare_worker(instance.vllm_config)
+    vllm_config = getattr(instance, "vllm_config", None)
+    if vllm_config is not None:  # an unknown worker is nobody's reason to fail; tests/drift would see it first
+        prepare_worker(vllm_config)
     return wrapped(*args, **kwargs)
 
 

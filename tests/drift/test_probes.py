@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import releases
 from tests.drift.expected import EXPECTED, RELEASES, expected
 from tools.compatibility import sources, verdicts
 from vllm_kimi_eagle3.fixes import draft_attention_backend, eagle3_interface
@@ -30,6 +31,18 @@ def test_every_defect_is_met_or_listed_with_a_reason() -> None:
     known = {fix.id for fix in FIXES} | ELSEWHERE.keys() | UNDONE.keys()
     assert known == {f"D{i}" for i in range(1, 23)} | {f"C{i}" for i in range(1, 6)}
     assert not (ELSEWHERE.keys() | UNDONE.keys()) & {fix.id for fix in FIXES}
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_every_gate_has_its_method(release: str) -> None:
+    """What activation.py wraps is there, and the workers' two hold the configuration where their gates look."""
+    tree = SourceTree(releases.tree(release))
+    assert tree.has("vllm.config.speculative:SpeculativeConfig.__post_init__")
+    assert tree.has("vllm.config.vllm:VllmConfig.__post_init__")
+    worker = "vllm.v1.worker.worker_base:WorkerWrapperBase"
+    assert tree.parameters(f"{worker}.init_worker") == ("self", "all_kwargs")
+    assert "all_kwargs[self.rpc_rank]" in tree.text(f"{worker}.init_worker")
+    assert "self.vllm_config" in tree.text(f"{worker}.init_device")
 
 
 @pytest.mark.parametrize("release", RELEASES)
