@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from engine import EngineRun, run_engine, served_of
-from settings import MAX_MODEL_LEN, RIGHT, SETTINGS
+from settings import ENGINE, MAX_MODEL_LEN, ON_GPU, RIGHT, SETTINGS
 from tiny_kimi.materialize import materialize
+from tiny_kimi.widen import widen
 
 from vllm_kimi_eagle3.verify.compare import Comparison, compare
 from vllm_kimi_eagle3.verify.oracle import CheckpointOracle
@@ -19,7 +21,11 @@ from vllm_kimi_eagle3.verify.oracle import CheckpointOracle
 
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return materialize(tmp_path_factory.mktemp("pair"))
+    pair = materialize(tmp_path_factory.mktemp("pair"))
+    if not ON_GPU:
+        return pair
+    wide = tmp_path_factory.mktemp("wide")
+    return {name: widen(folder, wide / name) for name, folder in pair.items()}
 
 
 @pytest.fixture(scope="session")
@@ -32,18 +38,28 @@ def model_records(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def run(pair: dict[str, Path], model_records: Path) -> Callable[[str], EngineRun]:
-    """The run of a setting, made once."""
+def run(pair: dict[str, Path], model_records: Path) -> Iterator[Callable[[str], EngineRun]]:
+    """The run of a setting, made once; on a GPU, several at a time."""
 
-    @cache
-    def made(name: str) -> EngineRun:
+    def start(name: str) -> EngineRun:
         s = SETTINGS[name]
-        options = {"max_model_len": MAX_MODEL_LEN, "dtype": s.dtype, **s.options}
+        options = {"max_model_len": MAX_MODEL_LEN, "dtype": s.dtype, **ENGINE, **s.options}
         if options.get("enforce_eager", True):
             options["cache"] = model_records
         return run_engine(pair[s.target], s.rounds, drafter=pair[s.drafter], k=s.k, env=s.env, **options)
 
-    return made
+    with ThreadPoolExecutor(5 if ON_GPU else 1) as pool:
+
+        @cache
+        def started(name: str) -> Future[EngineRun]:
+            return pool.submit(start, name)
+
+        if ON_GPU:
+            for name, s in SETTINGS.items():
+                if "proxy" not in s.options:  # those are the CPU's
+                    started(name)
+        yield lambda name: started(name).result()
+        pool.shutdown(cancel_futures=True)
 
 
 @pytest.fixture(scope="session")

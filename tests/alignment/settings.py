@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engines of the alignment suite, and what each is asked to do.
 
-On a GPU the same tests run in bf16, because MLA has no float32 kernels there. ``ALIGNMENT_DTYPE`` says otherwise.
+On a GPU the same tests run in bf16, because MLA has no float32 kernels there. ``ALIGNMENT_DTYPE`` says otherwise, and
+``ALIGNMENT_ENGINE`` holds further engine arguments as JSON, {"attention_config": {"backend": "TRITON_MLA"}} for one.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from tiny_kimi.materialize import HERE
 RIGHT = (4, 7, 9)
 ON_GPU = torch.cuda.is_available()
 DTYPE = os.environ.get("ALIGNMENT_DTYPE", "bfloat16" if ON_GPU else "float32")
+ENGINE: dict[str, Any] = json.loads(os.environ.get("ALIGNMENT_ENGINE", "{}"))
 BY_RULE = {"kimi_eagle3": {"layer_rule": "output"}}
 MAX_MODEL_LEN = 128
 TAMPERED = (
@@ -99,7 +101,7 @@ SETTINGS: dict[str, Setting] = {
         "eagle3_mla_nested",
         5,
         (CROWD, TO_THE_LIMIT),
-        options={"additional_config": BY_RULE, "num_gpu_blocks_override": 24},
+        options={"additional_config": BY_RULE, "num_gpu_blocks_override": 24, "block_size": 16},
     ),
     # The odd number of tokens a step leaves one for the last of many requests: a decode of one token.
     "chunked": Setting(

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from engine import run_engine
-from settings import DTYPE, PROMPTS
+from settings import DTYPE, ENGINE, PROMPTS
 from toy_target import sign_layers
 
 pytestmark = pytest.mark.engine
@@ -34,6 +34,7 @@ def toys(
         cache=model_records,
         additional_config={"kimi_eagle3": {"layer_ids": CONFIGURED, "layer_rule": "boundary"}},
         toys={"layers": LAYERS, "prompt": PROMPTS[0][:5]},
+        **ENGINE,
     )
     return done.result
 
@@ -47,8 +48,6 @@ def test_layers_named_by_the_user_are_captured(toys: dict[str, Any]) -> None:
 
 
 def test_every_subset_of_boundaries_is_captured_exactly(toys: dict[str, Any]) -> None:
-    if toys["runner"] != "V1":
-        pytest.skip("layers are switched at run time on the V1 runner")
     found = toys["toys"]["found"]
     assert len(found) == 2**LAYERS - 1
     assert [asked for asked, got in found if asked != got] == []

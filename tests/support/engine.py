@@ -138,6 +138,9 @@ def _arguments(target: Path, drafter: Path | None, k: int, speculative: dict[str
         "skip_tokenizer_init": True,
         "limit_mm_per_prompt": {"image": 0, "video": 0, "vision_chunk": 0},
     }
+    if torch.cuda.is_available():
+        # A cache of a given size, so that engines that run at once don't disturb each other's memory profiling.
+        arguments |= {"gpu_memory_utilization": 0.04, "kv_cache_memory_bytes": 1 << 30}
     if drafter is not None:
         arguments["speculative_config"] = {
             "method": "eagle3",

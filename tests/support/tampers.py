@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways to capture the wrong thing, on a running V1 engine in eager mode: what every assertion has to notice.
+"""Ways to capture the wrong thing, on a running engine in eager mode: what every assertion has to notice.
 
 Each takes the model runner, spoils what it hands the drafter, and returns a function that mends it. Used by
 engine_probe.py, in the engine's process.
@@ -33,18 +33,11 @@ def _changed(change: Callable[[Any, list[torch.Tensor]], list[torch.Tensor]]) ->
     """Spoil the aux hidden states on their way out of the model."""
 
     def tamper(runner: Any) -> Undo:
-        forward = runner._model_forward
-
-        def spoilt(*args: Any, **kwargs: Any) -> Any:
-            hidden, aux = forward(*args, **kwargs)
+        def spoilt(_module: Any, _args: Any, result: Any) -> Any:
+            hidden, aux = result
             return hidden, change(runner, aux)
 
-        runner._model_forward = spoilt
-
-        def undo() -> None:
-            del runner._model_forward
-
-        return undo
+        return runner.get_model().register_forward_hook(spoilt).remove
 
     return tamper
 
@@ -125,11 +118,19 @@ def captured_subsets(llm: Any, runner: Any, layers: int, prompt: list[int]) -> d
     rows: list[torch.Tensor] = []
 
     def propose(*_: Any, **kwargs: Any) -> torch.Tensor:
-        rows.append(kwargs["target_hidden_states"].clone())
-        return torch.zeros(len(kwargs["next_token_ids"]), kwargs["num_speculative_tokens"], dtype=torch.long)
+        rows.append(kwargs["target_hidden_states"].cpu())
+        drafts = len(kwargs["next_token_ids"]), kwargs["num_speculative_tokens"]
+        return torch.zeros(drafts, dtype=torch.long, device=kwargs["target_hidden_states"].device)
+
+    def propose_v2(input_batch: Any, *args: Any, **_: Any) -> torch.Tensor:
+        # attention metadata, slots, last hidden states, aux hidden states
+        rows.append(torch.cat(args[3], dim=-1).cpu())
+        return drafter.draft_tokens[: input_batch.num_reqs].zero_()
 
     configured = list(inner_model(runner).aux_hidden_state_layers)
-    runner.drafter.propose, recorder = propose, runner.drafter.propose
+    v2 = getattr(runner, "speculator", None) is not None
+    drafter = runner.speculator if v2 else runner.drafter
+    drafter.propose, recorder = propose_v2 if v2 else propose, drafter.propose
     driver = Driver(llm.llm_engine, record=False)
     found: list[tuple[list[int], list[int]]] = []
     try:
@@ -142,7 +143,7 @@ def captured_subsets(llm: Any, runner: Any, layers: int, prompt: list[int]) -> d
                 signs = [_boundary(states[:, i]) for i in range(size)]
                 found.append((list(subset), signs))
     finally:
-        runner.drafter.propose = recorder
+        drafter.propose = recorder
         runner.get_model().set_aux_hidden_state_layers(tuple(configured))
     try:
         runner.get_model().set_aux_hidden_state_layers((0, 1))
