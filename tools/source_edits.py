@@ -342,6 +342,7 @@ INTERFACE = Recipe(
     applied_upstream="0.18.0",
 )
 
+_STREAM = "hidden_states.clone() if residual is None else hidden_states + residual"
 CAPTURE = Recipe(
     label="D3 aux-capture",
     file="aux-capture",
@@ -369,7 +370,7 @@ CAPTURE = Recipe(
                     "            islice(self.layers, self.start_layer, self.end_layer),\n"
                     "            start=self.start_layer,\n        ):\n"
                     "            if idx in self.aux_hidden_state_layers:\n"
-                    "                aux_hidden_states.append(hidden_states + residual)\n",
+                    f"                aux_hidden_states.append(\n                    {_STREAM}\n                )\n",
                 ),
             ),
         ),
@@ -387,6 +388,32 @@ CAPTURE = Recipe(
         ),
     ),
     applied_upstream="0.18.0",
+)
+
+_NEXT_LAYER = "            hidden_states, residual = layer("
+EMBEDDINGS = Recipe(
+    label="D23 embeddings",
+    file="embeddings",
+    title="let the DeepSeek decoder show its embeddings",
+    description="Before layer 0 there is no residual; a copy is kept, since the layers add to their input in place.",
+    places=(
+        Place(
+            (f"{DEEPSEEK}:DeepseekV2Model.forward",),
+            (
+                (
+                    f"                aux_hidden_states.append(hidden_states + residual)\n{_NEXT_LAYER}",
+                    f"                aux_hidden_states.append(\n                    {_STREAM}\n                )\n"
+                    f"{_NEXT_LAYER}",
+                ),
+                (
+                    "                aux_hidden_state = hidden_states + residual\n",
+                    "                aux_hidden_state = (\n                    hidden_states.clone()\n"
+                    "                    if residual is None\n                    else hidden_states + residual\n"
+                    "                )\n",
+                ),
+            ),
+        ),
+    ),
 )
 
 _LOAD_MODEL = _proposer.places("load_model")
@@ -862,6 +889,7 @@ RECIPES: tuple[Recipe, ...] = (
     WHITELIST,
     INTERFACE,
     CAPTURE,
+    EMBEDDINGS,
     IMAGE,
     PARTS,
     NESTED,

@@ -28,7 +28,7 @@ from vllm_kimi_eagle3 import __version__
 from vllm_kimi_eagle3.fixes import _boundaries
 from vllm_kimi_eagle3.layers import CapturePlan, PlanError, facts_of, read_headers, resolve, stock_boundaries
 from vllm_kimi_eagle3.layers.alignment import content_key, load
-from vllm_kimi_eagle3.layers.files import read_config
+from vllm_kimi_eagle3.layers.files import local_folder, read_config
 from vllm_kimi_eagle3.layers.stock import NEWEST
 from vllm_kimi_eagle3.patching.engine import Engine, unmet
 from vllm_kimi_eagle3.patching.gate import Gate
@@ -256,9 +256,8 @@ def make_plan(vllm_config: Any, record: Mapping[str, Any]) -> CapturePlan:
     """
     speculative_config = vllm_config.speculative_config
     target = speculative_config.target_model_config.hf_config.to_dict()
-    drafter = _drafter_config(speculative_config.draft_model_config)
-    folder = Path(speculative_config.draft_model_config.model)
-    headers = read_headers(folder) if folder.is_dir() else None
+    drafter, folder = _drafter_config(vllm_config), _drafter_folder(vllm_config)
+    headers = None if folder is None else read_headers(folder)
     facts = facts_of(installed_release() or NEWEST)
     return resolve(
         target,
@@ -274,12 +273,18 @@ def make_plan(vllm_config: Any, record: Mapping[str, Any]) -> CapturePlan:
     )
 
 
-def _drafter_config(draft_model_config: Any) -> Mapping[str, Any]:
+def _drafter_folder(vllm_config: Any) -> Path | None:
+    """Where the drafter's files are. A repository's weights may come later, when vLLM loads the model."""
+    drafter = vllm_config.speculative_config.draft_model_config
+    return local_folder(drafter.model, drafter.revision, vllm_config.load_config.download_dir)
+
+
+def _drafter_config(vllm_config: Any) -> Mapping[str, Any]:
     """The drafter's configuration as its checkpoint has it, or as far as vLLM still knows it."""
-    folder = Path(draft_model_config.model)
-    if folder.is_dir():
+    folder = _drafter_folder(vllm_config)
+    if folder is not None:
         return read_config(folder)
-    hf_config = draft_model_config.hf_config
+    hf_config = vllm_config.speculative_config.draft_model_config.hf_config
     # EAGLEConfig keeps the checkpoint's own configuration beside its copy of the values.
     return getattr(hf_config, "model", hf_config).to_dict()
 
@@ -366,9 +371,7 @@ def _stock_sentence(vllm_config: Any) -> str:
     """Where stock vLLM of this release would have captured something else."""
     speculative_config = vllm_config.speculative_config
     target = speculative_config.target_model_config.hf_config.to_dict()
-    reading = stock_boundaries(
-        installed_release() or NEWEST, target, _drafter_config(speculative_config.draft_model_config)
-    )
+    reading = stock_boundaries(installed_release() or NEWEST, target, _drafter_config(vllm_config))
     parts = [
         f"{name} {list(runner.boundaries)}" if runner.boundaries is not None else f"{name} nothing ({runner.problem})"
         for name, runner in (("V1", reading.v1), ("V2", reading.v2))

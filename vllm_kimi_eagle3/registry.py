@@ -18,6 +18,7 @@ from vllm_kimi_eagle3.fixes import (
     draft_attention_backend,
     draft_block_size,
     eagle3_interface,
+    embeddings,
     float16_stream,
     image_attribute,
     image_placeholder,
@@ -51,6 +52,7 @@ FIXES: tuple[Fix, ...] = (
     float16_stream.SCALE,
     float16_stream.CLONE,
     chunk_end_token.FIX,
+    embeddings.FIX,
     cpu_kernel_rebinding.FIX,
     cpu_rotary_embedding.FIX,
     cpu_attention_block_size.FIX,
@@ -70,6 +72,8 @@ UNDONE: dict[str, str] = {
     " graphs that needs a GPU to prove",
     "D21": "image prompts: the drafter embeds the pad token where trainers used the picture's embedding; its effect is"
     " not measured, and text is right either way",
+    "D24": "V1 does not run the drafter for a batch in which one request is within k tokens of its longest length: the"
+    " other requests lose those rows for good; text is right, and V2 has no such rule",
     "C4": "chunked prefill and prefix caching are off with MLA on CPU by a rule of the platform: a limit, not a fault",
 }
 """Defects that are known and not mended, each with its reason."""

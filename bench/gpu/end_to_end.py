@@ -77,9 +77,11 @@ def prepare(folder: Path) -> dict[str, Path]:
 
 
 def summary(log: str) -> str:
-    """The last line of an error that says what it was."""
+    """The last line of an error that says what it was; the engine core's own, not that it failed."""
     lines = [
-        line for line in log.splitlines() if re.search(r"(Error|Exception|assert)", line) and "Traceback" not in line
+        line
+        for line in log.splitlines()
+        if re.search(r"(Error|Exception|assert)", line) and "Engine core initialization failed" not in line
     ]
     return lines[-1][-400:] if lines else log[-400:]
 

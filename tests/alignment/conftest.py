@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine import EngineRun, run_engine, served_of
-from settings import ENGINE, MAX_MODEL_LEN, ON_GPU, RIGHT, SETTINGS
+from settings import ENGINE, MAX_MODEL_LEN, ON_GPU, SETTINGS
 from tiny_kimi.materialize import materialize
 from tiny_kimi.widen import widen
 
@@ -77,8 +77,9 @@ def compared(run: Callable[[str], EngineRun], oracle: Callable[..., CheckpointOr
     """A round of a setting against the reference; all untampered rounds together if none is named."""
 
     @cache
-    def made(name: str, index: int | None = None, boundaries: tuple[int, ...] = RIGHT) -> Comparison:
+    def made(name: str, index: int | None = None, boundaries: tuple[int, ...] | None = None) -> Comparison:
         s, result = SETTINGS[name], run(name).result
+        boundaries = boundaries or s.boundaries
         rounds = [i for i, entry in enumerate(s.rounds) if not isinstance(entry, dict)] if index is None else [index]
         served = [one for i in rounds for one in served_of(result["rounds"][i], s.requests(i))]
         return compare(

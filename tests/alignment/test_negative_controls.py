@@ -20,7 +20,7 @@ Compared = Callable[..., Comparison]
 EAGER = SETTINGS["eager"]
 
 
-def round_of(tamper: str) -> int:
+def round_of(tamper: str | None) -> int:
     return next(i for i, entry in enumerate(EAGER.rounds) if isinstance(entry, dict) and entry["tamper"] == tamper)
 
 
@@ -42,11 +42,22 @@ def test_the_same_requests_pass_untampered(compared: Compared) -> None:
 
 @pytest.mark.parametrize("wrong", [(3, 7, 9), (4, 6, 9), (4, 7, 10), (3, 6, 8), (5, 8, 10), (2, 5, 7)])
 def test_right_rows_against_a_wrong_oracle(compared: Compared, wrong: tuple[int, ...]) -> None:
-    comparison = compared("eager", len(EAGER.rounds) - 1, wrong)
+    last = len(EAGER.rounds) - 1
+    comparison, right = compared("eager", last, wrong), compared("eager", last)
     assert not any(s.ok for s in comparison.situations.values())
     off = [i for i in range(3) if wrong[i] != RIGHT[i]]
-    for s in comparison.situations.values():
-        assert [i for i in range(3) if s.errors[i] > 1e-4] == off
+    for name, s in comparison.situations.items():
+        rounding = right.situations[name].errors
+        assert [i for i in range(3) if s.errors[i] > 2 * rounding[i] + 1e-4] == off
+
+
+def test_a_request_at_its_limit_takes_the_drafter_from_the_batch(
+    compared: Compared, run: Callable[[str], EngineRun]
+) -> None:
+    """D24, on V1: the other request's rows of those steps never reach the drafter. Known, and not mended."""
+    beside = compared("eager", round_of(None))
+    missed = [problem for problem in beside.problems if problem.startswith("r1: position") and "follows" in problem]
+    assert bool(missed) is (run("eager").result["runner"] == "V1"), beside.problems
 
 
 STOCK = {"V1": (3, 6, 8), "V2": (2, 5, 7)}
@@ -89,4 +100,4 @@ def test_a_scaled_stream_is_seen_in_half_precision(
         for call in (call for one in served for call in one.calls):
             call.rows = call.rows * factor
         options = {"dtype": s.dtype, "block_size": 16, "max_model_len": 128}
-        assert compare(served, oracle("gqa", RIGHT, s.dtype), RIGHT, **options).ok is right
+        assert compare(served, oracle("gqa", s.boundaries, s.dtype), s.boundaries, **options).ok is right

@@ -3,19 +3,15 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import browse, colours, needs_browser, picture
 
 from vllm_kimi_eagle3.bench import report
 
-BROWSER = next(
-    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
-)
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="no headless browser on this machine")
+pytestmark = needs_browser
 
 
 def data() -> dict[str, Any]:
@@ -52,16 +48,6 @@ def data() -> dict[str, Any]:
     }
 
 
-def browse(page: Path, *options: str) -> str:
-    assert BROWSER is not None
-    profile = page.with_suffix(".profile")
-    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}"]
-    command += ["--window-size=860,2200", "--hide-scrollbars", *options, page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr
-
-
 @pytest.fixture
 def page(tmp_path: Path) -> Path:
     trials = [
@@ -80,23 +66,12 @@ def page(tmp_path: Path) -> Path:
     return path
 
 
-def test_light_and_dark(page: Path, tmp_path: Path) -> None:
-    from PIL import Image
-
-    seen: dict[str, set[Any]] = {}
-    for mode, option in (
-        ("light", "--blink-settings=preferredColorScheme=1"),
-        ("dark", "--blink-settings=preferredColorScheme=0"),
-    ):
-        shot = tmp_path / f"{mode}.png"
-        browse(page, option, f"--screenshot={shot}")
-        image = Image.open(shot).convert("RGB")
-        colours = {colour for _, colour in image.getcolors(1 << 20) or []}
-        seen[mode] = colours
-        assert image.getpixel((2, 2)) == ((255, 255, 255) if mode == "light" else (15, 19, 24))
+def test_light_and_dark(page: Path) -> None:
+    light, dark = picture(page, "light"), picture(page, "dark")
+    assert (light.getpixel((2, 2)), dark.getpixel((2, 2))) == ((255, 255, 255), (15, 19, 24))
     # The drafter's bars and the baseline's, in the colours of each scheme.
-    assert {(217, 115, 13), (140, 149, 159)} <= seen["light"]
-    assert {(240, 149, 74), (125, 135, 146)} <= seen["dark"]
+    assert {(217, 115, 13), (140, 149, 159)} <= colours(light)
+    assert {(240, 149, 74), (125, 135, 146)} <= colours(dark)
 
 
 def test_what_the_browser_understood(page: Path) -> None:

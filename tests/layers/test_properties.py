@@ -68,7 +68,6 @@ OPTIONS = st.fixed_dictionaries(
     optional={
         "layer_rule": st.sampled_from(["output", "boundary"]),
         "last_boundary_capturable": st.booleans(),
-        "embeddings_capturable": st.booleans(),
         "fixed_fc_states": st.sampled_from([None, 3]),
     },
 )

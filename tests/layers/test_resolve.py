@@ -196,7 +196,7 @@ def test_what_the_release_can_capture():
     assert resolve(TEN, top(2, 5, 10)).boundaries == (2, 5, 10)
     with pytest.raises(PlanError, match=r"0\.25\.1"):
         resolve(TEN, top(2, 5, 10), last_boundary_capturable=False)
-    assert resolve(TEN, top(0, 5, 7), embeddings_capturable=True).boundaries == (0, 5, 7)
+    assert resolve(TEN, top(0, 5, 7)).boundaries == (0, 5, 7)
     # By the output rule 0 is an ordinary layer and 10 doesn't exist.
     assert resolve(TEN, nested(0, 5, 7), layer_rule="output").boundaries == (1, 6, 8)
     with pytest.raises(PlanError, match="boundary 11"):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from vllm_kimi_eagle3.verify.capture import inner_model
+from vllm_kimi_eagle3.verify.capture import captured_boundaries, inner_model
 from vllm_kimi_eagle3.verify.drive import Driver, Request
 
 Undo = Callable[[], None]
@@ -110,7 +110,7 @@ def replace_by_proxies(target: str) -> None:
 
 
 def captured_subsets(llm: Any, runner: Any, layers: int, prompt: list[int]) -> dict[str, Any]:
-    """For every subset of boundaries 1..layers: which boundary each captured state is, by its signature.
+    """For every subset of boundaries 0..layers: which boundary each captured state is, by its signature.
 
     The toy target writes dimension k + 1 in layer k and nowhere else, so boundary b has dimensions 1..b set and no
     other up to ``layers``. The drafter does not run: its fc takes three states only.
@@ -127,15 +127,16 @@ def captured_subsets(llm: Any, runner: Any, layers: int, prompt: list[int]) -> d
         rows.append(torch.cat(args[3], dim=-1).cpu())
         return drafter.draft_tokens[: input_batch.num_reqs].zero_()
 
-    configured = list(inner_model(runner).aux_hidden_state_layers)
+    configured = captured_boundaries(runner)
+    assert configured is not None
     v2 = getattr(runner, "speculator", None) is not None
     drafter = runner.speculator if v2 else runner.drafter
     drafter.propose, recorder = propose_v2 if v2 else propose, drafter.propose
     driver = Driver(llm.llm_engine, record=False)
     found: list[tuple[list[int], list[int]]] = []
     try:
-        for size in range(1, layers + 1):
-            for subset in combinations(range(1, layers + 1), size):
+        for size in range(1, layers + 2):
+            for subset in combinations(range(layers + 1), size):
                 rows.clear()
                 runner.get_model().set_aux_hidden_state_layers(subset)
                 driver.run([Request(prompt, 1)])
@@ -145,13 +146,21 @@ def captured_subsets(llm: Any, runner: Any, layers: int, prompt: list[int]) -> d
     finally:
         drafter.propose = recorder
         runner.get_model().set_aux_hidden_state_layers(tuple(configured))
+    return {"configured": configured, "found": found, "stock": _stock_on_embeddings(runner, driver, prompt)}
+
+
+def _stock_on_embeddings(runner: Any, driver: Driver, prompt: list[int]) -> str:
+    """What comes of boundary 0 when vLLM's own setter takes it; the engine is of no use afterwards."""
+    from vllm_kimi_eagle3.activation import ENGINE
+    from vllm_kimi_eagle3.fixes import embeddings
+
+    model = runner.get_model()
+    ENGINE.patcher.original(embeddings.TARGET)(getattr(model, "language_model", model), (0, 1))
     try:
-        runner.get_model().set_aux_hidden_state_layers((0, 1))
         driver.run([Request(prompt, 1)])
-        embeddings = "captured"
     except TypeError as error:
-        embeddings = f"TypeError: {error}"
-    return {"configured": configured, "found": found, "embeddings": embeddings}
+        return f"TypeError: {error}"
+    return "captured"
 
 
 def _boundary(written: torch.Tensor) -> int:

@@ -6,10 +6,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from browser import needs_browser, picture
 from torch import Tensor
 
 from vllm_kimi_eagle3.verify.capture import Call
@@ -228,3 +230,20 @@ def test_the_page_draws_nan_and_long_texts() -> None:
     page = html(FACTS, found)
     assert "#ffd600" in page
     assert page.count("<rect") <= 2 * 2 * 160 + 8, "two panels of two boundaries"
+
+
+@needs_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_in_a_browser(tmp_path: Path, scheme: str) -> None:
+    """Wrong rows are drawn in red, beside the scale's; the background is the scheme's."""
+    red: dict[str, int] = {}
+    for name, factor in (("right", 1.0), ("wrong", 2.0)):
+        one = served()
+        one.calls[0].rows = one.calls[0].rows * factor
+        page = tmp_path / f"{name}.html"
+        page.write_text(html(FACTS, judge(one)))
+        image = picture(page, scheme)
+        assert image.getpixel((2, 2)) == ((255, 255, 255) if scheme == "light" else (22, 22, 26))
+        red[name] = sum(count for count, (r, g, b) in image.getcolors(1 << 20) if r > 185 and g < 90 and b < 90)
+    assert red["right"] > 0, "the scale"
+    assert red["wrong"] > 2 * red["right"]

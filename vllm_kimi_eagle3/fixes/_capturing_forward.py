@@ -52,7 +52,8 @@ def forward(
     captured: list[torch.Tensor] = []
     for index, layer in enumerate(islice(self.layers, self.start_layer, self.end_layer), start=self.start_layer):
         if index in wanted:
-            captured.append(stream + residual)
+            # A copy before layer 0, which makes its input the residual that later kernels add to in place.
+            captured.append(stream.clone() if residual is None else stream + residual)
         stream, residual = layer(positions, stream, residual, scaling)
 
     if not get_pp_group().is_last_rank:

@@ -37,6 +37,25 @@ def inside(folder: Path, path: Path) -> Path:
     raise PlanError(f"{path} is a link out of its folder, to {real}; copy the file there instead")
 
 
+def local_folder(model: str, revision: str | None = None, cache: str | None = None) -> Path | None:
+    """The folder that holds a model's files on this machine; None where there is none yet. Nothing is fetched.
+
+    Args:
+        model: a folder, or a repository's name on the Hugging Face hub.
+        revision: of the repository; None for its main one.
+        cache: the hub's cache folder; None for the user's own.
+    """
+    try:
+        if model and Path(model).is_dir():
+            return Path(model)
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(model, "config.json", cache_dir=cache, revision=revision)
+    except (ImportError, ValueError, OSError):  # no hub client; no such name; a path too long
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """The ``config.json`` of a model folder; the path may name the file itself.
 

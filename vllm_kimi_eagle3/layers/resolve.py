@@ -75,7 +75,6 @@ def resolve(
     headers: CheckpointHeaders | None = None,
     alignment: AlignmentRecord | None = None,
     last_boundary_capturable: bool = True,
-    embeddings_capturable: bool = False,
     fixed_fc_states: int | None = None,
     pipeline_parallel_size: int = 1,
 ) -> CapturePlan:
@@ -89,7 +88,6 @@ def resolve(
         headers: shapes from the drafter's safetensors files; settles the width of ``fc``.
         alignment: a measured record for this drafter and target.
         last_boundary_capturable: False where the capture loop can't return boundary L (vLLM 0.24 and older).
-        embeddings_capturable: True where it can return boundary 0; no stock release can, ``residual`` is None there.
         fixed_fc_states: the number of states ``fc`` is built for whatever the config says (3 on vLLM 0.21 and older).
         pipeline_parallel_size: stages of the target; the states of all but the last are lost.
 
@@ -117,7 +115,7 @@ def resolve(
             f"the explicit choice gives boundaries {describe(choice.boundaries)}, but the alignment record measured "
             f"{alignment.boundaries}"
         )
-    _check_boundaries(choice, facts, last_boundary_capturable, embeddings_capturable)
+    _check_boundaries(choice, facts, last_boundary_capturable)
     if pipeline_parallel_size != 1:
         raise PlanError(
             f"pipeline_parallel_size is {describe(pipeline_parallel_size)}, but the auxiliary hidden states of every "
@@ -228,7 +226,12 @@ def _read_list(target: Target, drafter: Drafter, ids: Ids, key: str, warnings: l
     if max(ids) == layers:
         evidence = f"id {layers} has no output reading, there is no layer {layers}"
         return choice("boundary", "range", evidence)
-    if _ascending(ids) and ids[0] >= 0 and ids[-1] < layers:
+    if _ascending(ids) and ids[0] == 0:
+        raise PlanError(
+            f"{key} {list(ids)} names id 0: the embeddings by the boundary rule, which no stock vLLM can capture, or "
+            "the output of layer 0; pass layer_rule output or boundary"
+        )
+    if _ascending(ids) and ids[0] > 0 and ids[-1] < layers:
         warnings.append(
             f"{key} {list(ids)} is ambiguous: boundaries {ids} by vLLM's rule, or boundaries {_shift(ids, 'output')} "
             f"if the ids are layer outputs (SpecForge, ModelOpt); vLLM's reading is taken; {MEASURE}, and --rule or "
@@ -261,7 +264,7 @@ def _source(choice: _Choice) -> str:
     return f"{key} {describe(choice.ids)} ({choice.rule} rule)"
 
 
-def _check_boundaries(choice: _Choice, target: Target, last: bool, embeddings: bool) -> None:
+def _check_boundaries(choice: _Choice, target: Target, last: bool) -> None:
     source, layers, boundaries = _source(choice), target.num_layers, choice.boundaries
     if choice.ids is None and not (_ascending(boundaries) and boundaries[0] >= 1 and boundaries[-1] < layers):
         raise PlanError(
@@ -280,11 +283,6 @@ def _check_boundaries(choice: _Choice, target: Target, last: bool, embeddings: b
         raise PlanError(
             f"{source} is not in ascending order, but vLLM returns states in ascending order, so the columns of fc "
             "would meet the wrong states; permute fc's columns and sort the list in the checkpoint"
-        )
-    if 0 in boundaries and not embeddings:
-        raise PlanError(
-            f"{source} names boundary 0, the embeddings, but vLLM's capture loop fails there (no residual yet); "
-            "if the ids are layer outputs, pass layer_rule output"
         )
     if layers in boundaries and not last:
         raise PlanError(

@@ -136,8 +136,11 @@ def inner_model(runner: Any) -> Any:
 
 def captured_boundaries(runner: Any) -> list[int] | None:
     """The boundaries that the target's model says it captures; None where it does not say."""
-    layers = getattr(inner_model(runner), "aux_hidden_state_layers", None)
-    return None if layers is None else [int(i) for i in layers]
+    model = inner_model(runner)
+    layers = getattr(model, "aux_hidden_state_layers", None)
+    # The overlay captures the embeddings outside the decoder (D23).
+    embeddings = [0] if getattr(model, "kimi_eagle3_embeddings", False) else []
+    return None if layers is None else embeddings + [int(i) for i in layers]
 
 
 def _received(recorder: _Recorder) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ logarithmic scale: blue up to the bar, red beyond. Each cell says its number whe
 from __future__ import annotations
 
 import math
+import textwrap
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -118,7 +119,7 @@ def block(facts: Facts, comparison: Comparison) -> str:
         state = "" if s.ok else "  WRONG" + (" ids or positions" if s.wrong_ids else "")
         lines.append(f"{s.name:<30}{s.rows:>6}  {s.max_relative_error:>8.1e}  {bar:>8.1e}  {drafts:>9}{state}")
     if missing := not_reached(comparison):
-        lines.append("not reached: " + ", ".join(missing))
+        lines += textwrap.wrap("not reached: " + ", ".join(missing), 100, subsequent_indent="  ")
     lines += [f"problem: {problem}" for problem in comparison.problems]
     lines += [f"warning: {warning}" for warning in facts.warnings]
     if BLIND[facts.reference]:
