@@ -12,9 +12,9 @@ import pytest
 import torch
 from engine import EngineRun, run_engine, served_of
 from settings import ENGINE, MAX_MODEL_LEN, ON_GPU, RIGHT, SETTINGS
-from tiny_kimi.materialize import materialize
-from tiny_kimi.widen import widen
 
+from vllm_kimi_eagle3.tiny_kimi.materialize import materialize
+from vllm_kimi_eagle3.tiny_kimi.widen import widen
 from vllm_kimi_eagle3.verify.compare import Comparison, compare
 from vllm_kimi_eagle3.verify.oracle import CheckpointOracle
 

@@ -7,14 +7,14 @@ On a GPU the same tests run in bf16, because MLA has no float32 kernels there. `
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from engine import Request, Round
-from tiny_kimi.materialize import HERE
+
+from vllm_kimi_eagle3.tiny_kimi import held_out_prompts
 
 RIGHT = (4, 7, 9)
 ON_GPU = torch.cuda.is_available()
@@ -31,7 +31,7 @@ TAMPERED = (
     "last step's states",
 )
 
-PROMPTS = [list(item["prompt"].encode()) for item in json.loads((HERE / "heldout.json").read_text())]
+PROMPTS = held_out_prompts()
 
 
 def prompt(index: int, length: int) -> list[int]:
