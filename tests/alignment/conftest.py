@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine import EngineRun, run_engine, served_of
 from settings import ENGINE, MAX_MODEL_LEN, ON_GPU, RIGHT, SETTINGS
 
+from vllm_kimi_eagle3.regression.engine import EngineRun, run_engine, served_of
 from vllm_kimi_eagle3.tiny_kimi.materialize import materialize
 from vllm_kimi_eagle3.tiny_kimi.widen import widen
 from vllm_kimi_eagle3.verify.compare import Comparison, compare

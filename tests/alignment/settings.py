@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from engine import Request, Round
 
+from vllm_kimi_eagle3.regression.engine import Request, Round
 from vllm_kimi_eagle3.tiny_kimi import held_out_prompts
 
 RIGHT = (4, 7, 9)

@@ -13,8 +13,8 @@ from statistics import median
 from typing import Any
 
 import pytest
-from engine import timed_engine
 
+from vllm_kimi_eagle3.regression.engine import timed_engine
 from vllm_kimi_eagle3.tiny_kimi import held_out_prompts
 from vllm_kimi_eagle3.tiny_kimi.materialize import materialize
 

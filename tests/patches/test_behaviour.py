@@ -13,7 +13,7 @@ import functools
 import hashlib
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -296,6 +296,8 @@ def test_slots_are_counted_in_the_kernels_blocks(release: str, method: str) -> N
 @pytest.mark.parametrize("release", [r for r in ENDS if series.number(r) >= (0, 20, 0)])
 def test_sampling_parameters_are_spread_as_the_overlay_does(release: str) -> None:
     torch = pytest.importorskip("torch")
+    code = cpu_sampling_expansion.expand
+    overlays = FunctionType(code.__code__, {"torch": torch}, None, code.__defaults__)
     patched_expand = function(release, "vllm/utils/cpu_triton_utils.py", "_expand_kernel_impl", torch=torch)
 
     def spread(expand: Any, values: Any, old: float, new: float) -> list[Any]:
@@ -308,7 +310,7 @@ def test_sampling_parameters_are_spread_as_the_overlay_does(release: str) -> Non
         (torch.tensor([5, 0, 9], dtype=torch.int32), 0, 0, [5, 5, 5, 0, 9, 9, -7]),
         (torch.tensor([5, 0, 9]), 0, 7, [5, 5, 5, 7, 9, 9, -7]),
     ):
-        assert spread(patched_expand, values, old, new) == spread(cpu_sampling_expansion.expand, values, old, new)
+        assert spread(patched_expand, values, old, new) == spread(overlays, values, old, new)
         assert spread(patched_expand, values, old, new) == wanted
 
 
