@@ -73,8 +73,8 @@ def suite(
     record_testsuite_property: Callable[[str, object], None],
 ) -> Generator[Suite]:
     """The engines; JUnit's properties say at the end what they were."""
-    made = Suite(environment, tmp_path_factory.mktemp("regression"))
-    yield made
+    with Suite(environment, tmp_path_factory.mktemp("regression")) as made:
+        yield made
     for name, value in environment.properties().items():
         record_testsuite_property(name, value)
     record_testsuite_property("runner", " and ".join(sorted(made.runners)) or "none ran")

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from vllm_kimi_eagle3.regression.engine import TARGET_PROBE, EngineFailed, EngineRun, run_engine, run_probe, served_of
+from vllm_kimi_eagle3.regression.engine import TARGET_PROBE, EngineRun, run_engine, run_probe, served_of
 from vllm_kimi_eagle3.regression.environment import Environment
 from vllm_kimi_eagle3.regression.settings import MAX_MODEL_LEN, PROMPTS, RIGHT, RULE, Setting, suite_settings
 from vllm_kimi_eagle3.tiny_kimi.materialize import materialize
@@ -20,37 +20,50 @@ from vllm_kimi_eagle3.tiny_kimi.widen import widen
 from vllm_kimi_eagle3.verify.compare import Comparison, compare
 from vllm_kimi_eagle3.verify.oracle import CheckpointOracle
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 CONFIG_PROBE = "vllm_kimi_eagle3.regression.config_probe"
 _T = TypeVar("_T")
 
 
+def make_pair(folder: Path, *, wide: bool) -> dict[str, Path]:
+    """The tiny pair's folders; ``wide``: with the head sizes that CUDA's MLA kernels take."""
+    pair = materialize(folder / "pair")
+    return {name: widen(source, folder / "wide" / name) for name, source in pair.items()} if wide else pair
+
+
 class Runs:
-    """Engines by setting. An engine that failed is not started again: its error is raised each time.
+    """Engines by setting, each started once; what one failed with is raised each time it is asked for.
 
     Args:
         pair: the tiny pair's folders.
         settings: by name.
         model_records: a ``VLLM_CACHE_ROOT`` that eager engines share: it saves each a process that only looks at the
             model's class. Nothing compiled is in it, so nothing of one engine can reach another.
+        at_once: how many engines may run at a time.
     """
 
-    def __init__(self, pair: Mapping[str, Path], settings: Mapping[str, Setting], model_records: Path) -> None:
+    def __init__(
+        self, pair: Mapping[str, Path], settings: Mapping[str, Setting], model_records: Path, at_once: int = 1
+    ) -> None:
         self.pair = pair
         self.settings = settings
         self.model_records = model_records
+        self._pool = ThreadPoolExecutor(at_once)
+        self._begun: dict[str, Future[Any]] = {}
         self._made: dict[str, Any] = {}
 
-    def once(self, key: str, make: Callable[[], _T]) -> _T:
-        """What ``make`` returned the first time, or the EngineFailed that it raised."""
-        if key not in self._made:
-            try:
-                self._made[key] = make()
-            except EngineFailed as failed:
-                self._made[key] = failed
-        made = self._made[key]
-        if isinstance(made, EngineFailed):
-            raise made
-        return made
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def begin(self, names: Iterable[str]) -> None:
+        """Start these settings' engines, without waiting for them."""
+        for name in names:
+            self._begin(name, lambda name=name: self._start(name))
 
     def run(self, name: str) -> EngineRun:
         """The run of a setting.
@@ -58,20 +71,34 @@ class Runs:
         Raises:
             EngineFailed: the engine ended with an error.
         """
+        self.begin([name])
+        return self._begun[name].result()
+
+    def _begin(self, key: str, make: Callable[[], Any]) -> Future[Any]:
+        if key not in self._begun:
+            self._begun[key] = self._pool.submit(make)
+        return self._begun[key]
+
+    def _start(self, name: str) -> EngineRun:
         s = self.settings[name]
         options: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "dtype": s.dtype, **s.options}
         if options.get("enforce_eager", True):
             options["cache"] = self.model_records
-        drafter = self.pair[s.drafter]
-        return self.once(
-            name, lambda: run_engine(self.pair[s.target], s.rounds, drafter=drafter, k=s.k, env=s.env, **options)
-        )
+        return run_engine(self.pair[s.target], s.rounds, drafter=self.pair[s.drafter], k=s.k, env=s.env, **options)
 
-    @cache  # noqa: B019, one object a session
+    def once(self, key: str, make: Callable[[], _T]) -> _T:
+        """What ``make`` returned the first time."""
+        if key not in self._made:
+            self._made[key] = make()
+        return cast("_T", self._made[key])
+
     def oracle(self, kind: str, boundaries: tuple[int, ...], dtype: str) -> CheckpointOracle:
         """The reference for one kind of drafter."""
-        drafter = self.pair[f"eagle3_{kind}_boundary"]
-        return CheckpointOracle(self.pair["deepseek_v3"], drafter, boundaries, getattr(torch, dtype))
+        folders = self.pair["deepseek_v3"], self.pair[f"eagle3_{kind}_boundary"]
+        return self.once(
+            f"oracle {kind} {boundaries} {dtype}",
+            lambda: CheckpointOracle(*folders, boundaries, getattr(torch, dtype)),
+        )
 
     def compared(
         self, name: str, index: int | None = None, boundaries: tuple[int, ...] = RIGHT, shift: int = 0
@@ -113,10 +140,12 @@ class Suite(Runs):
 
     def __init__(self, environment: Environment, folder: Path) -> None:
         self.environment = environment
-        pair = materialize(folder / "pair")
-        if environment.device == "gpu":
-            pair = {name: widen(source, folder / "wide" / name) for name, source in pair.items()}
-        super().__init__(pair, suite_settings(environment), folder / "model-records")
+        gpu = environment.device == "gpu"
+        # Not more: on a CPU they would only take the time from each other, and a GPU is shared.
+        at_once = 2 if gpu else 1
+        super().__init__(
+            make_pair(folder, wide=gpu), suite_settings(environment), folder / "model-records", at_once=at_once
+        )
         self.runners: set[str] = set()
 
     def run(self, name: str) -> EngineRun:
@@ -146,14 +175,7 @@ class Suite(Runs):
             "load_drafter": True,
             "cuda_device_is_cpu": self.environment.cuda_by_name,
         }
-        return self.once(
-            f"target {kind} {dtype}",
-            lambda: (
-                run_probe(
-                    TARGET_PROBE, job, overlay=self.environment.mode, cache=self.model_records, env=settings.env
-                ).result
-            ),
-        )
+        return self._probe(f"target {kind} {dtype}", TARGET_PROBE, job)
 
     def config(self, name: str) -> dict[str, Any]:
         """What vLLM makes of a server's configuration: see ``config_probe``.
@@ -190,8 +212,8 @@ class Suite(Runs):
 
     def _probe(self, key: str, module: str, job: dict[str, Any]) -> dict[str, Any]:
         mode, env = self.environment.mode, self.settings["eager"].env
-        run = self.once(key, lambda: run_probe(module, job, overlay=mode, cache=self.model_records, env=env))
-        return run.result
+        run = self._begin(key, lambda: run_probe(module, job, overlay=mode, cache=self.model_records, env=env))
+        return run.result().result
 
     def _engine(self, kind: str, dtype: str) -> dict[str, Any]:
         engine: dict[str, Any] = {

@@ -45,7 +45,7 @@ CHUNKED: dict[str, Any] = {
 """The odd number of tokens a step leaves one for the last of many requests: a decode of one token."""
 
 # 24 blocks of 16 tokens for six requests of up to 140: some have to give way and start again.
-TINY_CACHE: dict[str, Any] = {"num_gpu_blocks_override": 24}
+TINY_CACHE: dict[str, Any] = {"num_gpu_blocks_override": 24, "block_size": 16}
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,6 @@ def suite_settings(env: Environment) -> dict[str, Setting]:
     # The CPU platform switches chunked prefill and prefix caching off with MLA (C4), but not with ordinary attention.
     chunked = common if gpu else {**common, "VLLM_MLA_DISABLE": "1"}
     options: dict[str, Any] = {"overlay": env.mode, "max_model_len": MAX_MODEL_LEN}
-    if gpu:
-        options["gpu_memory_utilization"] = 0.3
     # Releases that don't read the new schema read this one, and so do those that do.
     kimi = {**options, "skip_tokenizer_init": False}
     mla = "eagle3_mla_boundary" if env.mla_drafters else "eagle3_gqa_boundary"
