@@ -17,10 +17,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from tiny_kimi.materialize import materialize
 
 from vllm_kimi_eagle3.bench.client import Client, ServerError
 from vllm_kimi_eagle3.bench.serve import serve
+from vllm_kimi_eagle3.tiny_kimi.materialize import HERE, materialize
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache"
@@ -103,7 +103,7 @@ def main() -> int:
     # Wide enough for the table, also where the output is no terminal and its width unknown.
     console = Console(stderr=options.json, width=max(100, Console().width))
     pair = materialize(CACHE / "tiny_pair")
-    held_out = json.loads((ROOT / "examples/tiny_kimi/heldout.json").read_text())
+    held_out = json.loads((HERE / "heldout.json").read_text())
     prompts = [item["prompt"] for item in held_out[: options.prompts]]
     results: list[dict[str, Any]] = []
     for name, env, arguments in runs(pair):

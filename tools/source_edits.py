@@ -885,6 +885,37 @@ BLOCKS = Recipe(
     ),
 )
 
+_KERNEL = """\
+    torch.ops._C.expand_kernel_impl(
+        _ensure_int64(output),
+        _ensure_int64(input_val),
+        _ensure_int64(cu_num_tokens),
+        replace_from,
+        replace_to,
+    )
+"""
+EXPANSION = Recipe(
+    label="C5 cpu-sampling-expansion",
+    file="cpu-sampling-expansion",
+    title="expand sampling parameters into the tensor that was given",
+    description="In torch, because the kernel's integers hold no temperatures.",
+    places=(
+        Place(
+            ("vllm.utils.cpu_triton_utils:_expand_kernel_impl",),
+            (
+                (
+                    _KERNEL,
+                    "    # Not by the kernel: it would write integers, into a converted copy.\n"
+                    "    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))\n"
+                    "    values = input_val.masked_fill(input_val == replace_from, replace_to)\n"
+                    "    values = values.repeat_interleave(counts.to(torch.int64))\n"
+                    "    output[: values.shape[0]] = values\n",
+                ),
+            ),
+        ),
+    ),
+)
+
 RECIPES: tuple[Recipe, ...] = (
     WHITELIST,
     INTERFACE,
@@ -907,4 +938,5 @@ RECIPES: tuple[Recipe, ...] = (
     REBINDING,
     ROTARY,
     BLOCKS,
+    EXPANSION,
 )

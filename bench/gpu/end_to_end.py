@@ -17,21 +17,18 @@ import importlib.metadata
 import json
 import re
 import shutil
-import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path[:0] = [str(ROOT / "tests/support"), str(ROOT / "examples")]
+import torch
+from safetensors.torch import load_file, save_file
 
-import torch  # noqa: E402
-from engine import EngineFailed, run_engine  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
-from tiny_kimi.materialize import materialize  # noqa: E402
-from tiny_kimi.widen import widen  # noqa: E402
+from vllm_kimi_eagle3.regression.engine import EngineFailed, run_engine
+from vllm_kimi_eagle3.tiny_kimi.materialize import HERE, materialize
+from vllm_kimi_eagle3.tiny_kimi.widen import widen
 
 RULE = {"additional_config": {"kimi_eagle3": {"layer_rule": "output"}}}
 FORCED = {"attention_config": {"backend": "FLASH_ATTN_MLA"}}
@@ -130,7 +127,7 @@ def main() -> int:
     options = parser.parse_args()
 
     started = time.monotonic()
-    held_out = json.loads((ROOT / "examples/tiny_kimi/heldout.json").read_text())
+    held_out = json.loads((HERE / "heldout.json").read_text())
     requests = [(list(item["prompt"].encode()), 64, []) for item in held_out]
     report: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),

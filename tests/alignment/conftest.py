@@ -4,91 +4,50 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from engine import EngineRun, run_engine, served_of
-from settings import ENGINE, MAX_MODEL_LEN, ON_GPU, SETTINGS
-from tiny_kimi.materialize import materialize
-from tiny_kimi.widen import widen
+from settings import ENGINE, ON_GPU, SETTINGS
 
-from vllm_kimi_eagle3.verify.compare import Comparison, compare
+from vllm_kimi_eagle3.regression.engine import EngineRun
+from vllm_kimi_eagle3.regression.runs import Runs, make_pair
+from vllm_kimi_eagle3.verify.compare import Comparison
 from vllm_kimi_eagle3.verify.oracle import CheckpointOracle
 
 
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    pair = materialize(tmp_path_factory.mktemp("pair"))
-    if not ON_GPU:
-        return pair
-    wide = tmp_path_factory.mktemp("wide")
-    return {name: widen(folder, wide / name) for name, folder in pair.items()}
+    return make_pair(tmp_path_factory.mktemp("pair"), wide=ON_GPU)
 
 
 @pytest.fixture(scope="session")
 def model_records(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A ``VLLM_CACHE_ROOT`` that eager engines share: it saves each a process that only looks at the model's class.
-
-    Nothing compiled is in it, so nothing of one engine can reach another.
-    """
     return tmp_path_factory.mktemp("model-records")
 
 
 @pytest.fixture(scope="session")
-def run(pair: dict[str, Path], model_records: Path) -> Iterator[Callable[[str], EngineRun]]:
-    """The run of a setting, made once; on a GPU, several at a time."""
-
-    def start(name: str) -> EngineRun:
-        s = SETTINGS[name]
-        options = {"max_model_len": MAX_MODEL_LEN, "dtype": s.dtype, **ENGINE, **s.options}
-        if options.get("enforce_eager", True):
-            options["cache"] = model_records
-        return run_engine(pair[s.target], s.rounds, drafter=pair[s.drafter], k=s.k, env=s.env, **options)
-
-    with ThreadPoolExecutor(5 if ON_GPU else 1) as pool:
-
-        @cache
-        def started(name: str) -> Future[EngineRun]:
-            return pool.submit(start, name)
-
+def runs(pair: dict[str, Path], model_records: Path) -> Iterator[Runs]:
+    """The runs; on a GPU, several at a time."""
+    settings = {name: replace(s, options={**ENGINE, **s.options}) for name, s in SETTINGS.items()}
+    with Runs(pair, settings, model_records, at_once=5 if ON_GPU else 1) as made:
         if ON_GPU:
-            for name, s in SETTINGS.items():
-                if "proxy" not in s.options:  # those are the CPU's
-                    started(name)
-        yield lambda name: started(name).result()
-        pool.shutdown(cancel_futures=True)
+            made.begin(name for name, s in settings.items() if "proxy" not in s.options)  # those are the CPU's
+        yield made
 
 
 @pytest.fixture(scope="session")
-def oracle(pair: dict[str, Path]) -> Callable[..., CheckpointOracle]:
-    @cache
-    def made(kind: str, boundaries: tuple[int, ...], dtype: str) -> CheckpointOracle:
-        drafter = pair[f"eagle3_{kind}_boundary"]
-        return CheckpointOracle(pair["deepseek_v3"], drafter, boundaries, getattr(torch, dtype))
-
-    return made
+def run(runs: Runs) -> Callable[[str], EngineRun]:
+    """The run of a setting, made once."""
+    return runs.run
 
 
 @pytest.fixture(scope="session")
-def compared(run: Callable[[str], EngineRun], oracle: Callable[..., CheckpointOracle]) -> Callable[..., Comparison]:
+def oracle(runs: Runs) -> Callable[..., CheckpointOracle]:
+    return runs.oracle
+
+
+@pytest.fixture(scope="session")
+def compared(runs: Runs) -> Callable[..., Comparison]:
     """A round of a setting against the reference; all untampered rounds together if none is named."""
-
-    @cache
-    def made(name: str, index: int | None = None, boundaries: tuple[int, ...] | None = None) -> Comparison:
-        s, result = SETTINGS[name], run(name).result
-        boundaries = boundaries or s.boundaries
-        rounds = [i for i, entry in enumerate(s.rounds) if not isinstance(entry, dict)] if index is None else [index]
-        served = [one for i in rounds for one in served_of(result["rounds"][i], s.requests(i))]
-        return compare(
-            served,
-            oracle(s.drafter.split("_")[1], boundaries, s.dtype),
-            boundaries,
-            dtype=s.dtype,
-            block_size=result["block_size"],
-            max_model_len=MAX_MODEL_LEN,
-        )
-
-    return made
+    return runs.compared

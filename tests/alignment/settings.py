@@ -9,19 +9,28 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from engine import Request, Round
-from tiny_kimi.materialize import HERE
 
-RIGHT = (4, 7, 9)
+from vllm_kimi_eagle3.regression.settings import (
+    BESIDE_THE_LIMIT,
+    CHUNKED,
+    CROWD,
+    EVERYTHING,
+    JOINING,
+    SAME_TWICE,
+    SHORT,
+    TINY_CACHE,
+    TO_THE_LIMIT,
+    Setting,
+)
+
 ON_GPU = torch.cuda.is_available()
 DTYPE = os.environ.get("ALIGNMENT_DTYPE", "bfloat16" if ON_GPU else "float32")
 ENGINE: dict[str, Any] = json.loads(os.environ.get("ALIGNMENT_ENGINE", "{}"))
 BY_RULE = {"kimi_eagle3": {"layer_rule": "output"}}
-MAX_MODEL_LEN = 128
 TAMPERED = (
     "one boundary early",
     "one boundary late",
@@ -30,50 +39,6 @@ TAMPERED = (
     "residual left out",
     "last step's states",
 )
-
-PROMPTS = [list(item["prompt"].encode()) for item in json.loads((HERE / "heldout.json").read_text())]
-
-
-def prompt(index: int, length: int) -> list[int]:
-    """The end of a held-out prompt, so that what follows is what the target was trained on."""
-    return PROMPTS[index][-length:]
-
-
-# Lengths on both sides of one and several blocks of 16 and 32 tokens; two requests join running ones.
-JOINING: list[Request] = [
-    (prompt(0, 40), 24, [], 0),
-    (prompt(3, 1), 30, [], 0),
-    (prompt(6, 64), 40, [], 2),
-    (prompt(9, 33), 12, [], 4),
-    (prompt(12, 32), 20, [], 7),
-]
-ALONE: list[Request] = [(prompt(15, 17), 20, []), (prompt(18, 96), 8, [])]
-TO_THE_LIMIT: list[Request] = [(prompt(21, 90), 500, [])]
-SHORT: list[Request] = [(prompt(24, 40), 16, [], 0), (prompt(27, 20), 16, [], 3)]
-# All stay clear of the limit, also by what an asynchronous scheduler expects: see BESIDE_THE_LIMIT.
-CROWD: list[Request] = [(prompt(i, 42 + 5 * i), 58 - 3 * i, [], i) for i in range(6)]
-BESIDE_THE_LIMIT: list[Request] = [(prompt(21, 110), 500, []), (prompt(24, 40), 40, [])]
-"""D24: while the first request is near max_model_len, V1 does not run the drafter for the second one either."""
-SAME_TWICE: list[Request] = [(prompt(30, 90), 12, [])]
-
-
-@dataclass(frozen=True)
-class Setting:
-    """An engine and what it is asked to do."""
-
-    target: str
-    drafter: str
-    k: int
-    rounds: tuple[Round, ...]
-    dtype: str = DTYPE
-    options: dict[str, Any] = field(default_factory=dict[str, Any])
-    env: dict[str, str] = field(default_factory=dict[str, str])
-    boundaries: tuple[int, ...] = RIGHT
-
-    def requests(self, index: int) -> list[Request]:
-        entry = self.rounds[index]
-        return list(entry["requests"]) if isinstance(entry, dict) else list(entry)
-
 
 # With this custom operator on, the compiled graph holds the overlay's own rotary function (C2).
 ROTARY = "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding.forward_cpu"
@@ -84,15 +49,9 @@ COMPILED: dict[str, Any] = {
 }
 # The CPU platform switches chunked prefill and prefix caching off with MLA (C4), but not with ordinary attention.
 WITHOUT_MLA = {} if ON_GPU else {"VLLM_MLA_DISABLE": "1"}
-CHUNKED: dict[str, Any] = {
-    "max_num_batched_tokens": 37,
-    "enable_chunked_prefill": True,
-    "enable_prefix_caching": True,
-    "block_size": 32,
-}
-EVERYTHING = (JOINING, ALONE[:1], ALONE[1:], TO_THE_LIMIT)
+setting = partial(Setting, dtype=DTYPE)
 SETTINGS: dict[str, Setting] = {
-    "eager": Setting(
+    "eager": setting(
         "kimi_k25",
         "eagle3_gqa_nested",
         3,
@@ -104,16 +63,14 @@ SETTINGS: dict[str, Setting] = {
         ),
         options={"additional_config": BY_RULE},
     ),
-    # 24 blocks of 16 tokens for six requests of up to 140: some have to give way and start again.
-    "tiny cache": Setting(
+    "tiny cache": setting(
         "deepseek_v3",
         "eagle3_mla_nested",
         5,
         (CROWD, TO_THE_LIMIT),
-        options={"additional_config": BY_RULE, "num_gpu_blocks_override": 24, "block_size": 16},
+        options={"additional_config": BY_RULE, **TINY_CACHE},
     ),
-    # The odd number of tokens a step leaves one for the last of many requests: a decode of one token.
-    "chunked": Setting(
+    "chunked": setting(
         "deepseek_v3",
         "eagle3_gqa_nested",
         1,
@@ -121,12 +78,12 @@ SETTINGS: dict[str, Setting] = {
         options={"additional_config": BY_RULE, **CHUNKED},
         env=WITHOUT_MLA,
     ),
-    "bf16": Setting(
+    "bf16": setting(
         "kimi_k25", "eagle3_gqa_nested", 3, (JOINING,), dtype="bfloat16", options={"additional_config": BY_RULE}
     ),
     # vLLM divides the whole stream by routed_scaling_factor in float16; the overlay hands over the undivided one (D16),
     # and the embeddings (D23) as they were before they were divided in place (D17).
-    "float16": Setting(
+    "float16": setting(
         "kimi_k25",
         "eagle3_gqa_nested",
         3,
@@ -136,7 +93,7 @@ SETTINGS: dict[str, Setting] = {
         boundaries=(0, 7, 9),
     ),
     # Stock vLLM reads the nested ids raw, one boundary early (D7); the legacy schema keeps D11 out of the way.
-    "stock": Setting(
+    "stock": setting(
         "kimi_k25_legacy",
         "eagle3_gqa_nested",
         3,
@@ -144,9 +101,9 @@ SETTINGS: dict[str, Setting] = {
         options={"overlay": "stock", **CHUNKED},
         env=WITHOUT_MLA,
     ),
-    "compiled": Setting("kimi_k25", "eagle3_gqa_nested", 3, (JOINING, TO_THE_LIMIT), options=COMPILED),
-    "compiled proxy": Setting("kimi_k25", "eagle3_gqa_nested", 3, (SHORT,), options={**COMPILED, "proxy": ROTARY}),
-    "eager proxy": Setting(
+    "compiled": setting("kimi_k25", "eagle3_gqa_nested", 3, (JOINING, TO_THE_LIMIT), options=COMPILED),
+    "compiled proxy": setting("kimi_k25", "eagle3_gqa_nested", 3, (SHORT,), options={**COMPILED, "proxy": ROTARY}),
+    "eager proxy": setting(
         "kimi_k25", "eagle3_gqa_nested", 3, (SHORT,), options={"additional_config": BY_RULE, "proxy": ROTARY}
     ),
 }

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 import wrapt
-from engine import EngineFailed, EngineRun
 from settings import DTYPE, ON_GPU
 
+from vllm_kimi_eagle3.regression.engine import EngineFailed, EngineRun
 from vllm_kimi_eagle3.verify.compare import Comparison
 
 Compared = Callable[..., Comparison]

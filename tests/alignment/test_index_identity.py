@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine import run_engine
-from settings import DTYPE, ENGINE, PROMPTS
+from settings import DTYPE, ENGINE
 from toy_target import sign_layers
+
+from vllm_kimi_eagle3.regression.engine import run_engine
+from vllm_kimi_eagle3.regression.settings import PROMPTS
 
 pytestmark = pytest.mark.engine
 LAYERS = 10

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from engine import EngineRun, served_of
-from settings import RIGHT, SETTINGS, TAMPERED
+from settings import SETTINGS, TAMPERED
 
+from vllm_kimi_eagle3.regression.engine import EngineRun, served_of
+from vllm_kimi_eagle3.regression.settings import RIGHT
 from vllm_kimi_eagle3.verify.compare import Comparison, compare
 from vllm_kimi_eagle3.verify.oracle import CheckpointOracle
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from engine import EngineRun
-from settings import DTYPE, RIGHT, SETTINGS
+from settings import DTYPE, SETTINGS
 
 from vllm_kimi_eagle3.reference import greedy
+from vllm_kimi_eagle3.regression.engine import EngineRun
+from vllm_kimi_eagle3.regression.settings import RIGHT
 from vllm_kimi_eagle3.verify.compare import Comparison
 from vllm_kimi_eagle3.verify.oracle import CheckpointOracle
 

@@ -7,7 +7,6 @@ true states, as it does in real life. Ten healthy variations raise no alarm. The
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_kimi.materialize import HERE, materialize
 
 from vllm_kimi_eagle3.bench.statistics import Share
 from vllm_kimi_eagle3.bench.verdict import Evidence, Name, Verdict, decide
@@ -24,6 +22,8 @@ from vllm_kimi_eagle3.calibrate.texts import Written
 from vllm_kimi_eagle3.calibrate.trials import lay_out
 from vllm_kimi_eagle3.reference import Cache, Drafter, Target
 from vllm_kimi_eagle3.reference.drafter import DrafterSession
+from vllm_kimi_eagle3.tiny_kimi import held_out_prompts
+from vllm_kimi_eagle3.tiny_kimi.materialize import materialize
 
 RIGHT, EARLY, LATE, DEFAULT = (4, 7, 9), (3, 6, 8), (5, 8, 10), (2, 5, 7)
 K = 3
@@ -232,7 +232,7 @@ class Bench:
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     folder = tmp_path_factory.mktemp("pair")
     target = Target.load(materialize(folder)["deepseek_v3"])
-    prompts = [list(item["prompt"].encode()) for item in json.loads((HERE / "heldout.json").read_text())[::3]]
+    prompts = held_out_prompts()[::3]
     return Bench(folder, target, texts.write(target, prompts, 96, range(11), temperature=0))
 
 

@@ -8,14 +8,15 @@ The drafter names its layers at the top level, under the boundary rule, which st
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import pytest
-from engine import timed_engine
-from tiny_kimi.materialize import HERE, materialize
+
+from vllm_kimi_eagle3.regression.engine import timed_engine
+from vllm_kimi_eagle3.tiny_kimi import held_out_prompts
+from vllm_kimi_eagle3.tiny_kimi.materialize import materialize
 
 pytestmark = pytest.mark.engine
 TURNS = 24
@@ -24,7 +25,7 @@ BAR = 1.02
 
 def test_step_time_is_stock_s(benchmark: Any, tmp_path: Path) -> None:
     pair = materialize(tmp_path)
-    prompts = [list(item["prompt"].encode()) for item in json.loads((HERE / "heldout.json").read_text())][:4]
+    prompts = held_out_prompts()[:4]
     requests = [(prompt, 32, []) for prompt in prompts]
     drafter = pair["eagle3_gqa_boundary"]
     times: dict[str, list[float]] = {"stock": [], "on": []}

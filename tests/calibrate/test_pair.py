@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_kimi.materialize import HERE, materialize
 
 from vllm_kimi_eagle3 import cli
 from vllm_kimi_eagle3.calibrate import measure, texts
@@ -22,6 +21,7 @@ from vllm_kimi_eagle3.calibrate.trials import Trial, decide, lay_out
 from vllm_kimi_eagle3.commands import calibrate as command_module
 from vllm_kimi_eagle3.layers import PlanError, alignment, read_headers, resolve
 from vllm_kimi_eagle3.reference import Drafter, Target, speculate
+from vllm_kimi_eagle3.tiny_kimi.materialize import HERE, materialize
 
 RIGHT = (4, 7, 9)
 IDS = "eagle_aux_hidden_state_layer_ids"

@@ -268,7 +268,7 @@ def test_stale_metadata_and_another_copy_of_the_code(monkeypatch: pytest.MonkeyP
 @pytest.mark.engine
 def test_the_real_thing(tmp_path: Path) -> None:
     """The trained pair on the installed vLLM: every fix applied where a server applies it, spawned worker included."""
-    from tiny_kimi.materialize import materialize
+    from vllm_kimi_eagle3.tiny_kimi.materialize import materialize
 
     pair = materialize(tmp_path / "pair")
     command = [sys.executable, "-m", "vllm_kimi_eagle3.cli", "doctor", "--json"]

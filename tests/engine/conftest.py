@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine import EngineRun, Request, run_engine
-from tiny_kimi.materialize import HERE, materialize
 
 from vllm_kimi_eagle3.reference import Drafter, SpeculationTrace, Target, speculate
+from vllm_kimi_eagle3.regression.engine import EngineRun, Request, run_engine
+from vllm_kimi_eagle3.tiny_kimi.materialize import HERE, materialize
 
 K = 3
 TOKENS = 48

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_kimi.materialize import HERE
+
+from vllm_kimi_eagle3.tiny_kimi.materialize import HERE
 
 pytestmark = pytest.mark.engine
 

@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 import releases
-from engine import Request, counters, run_engine
 
 from vllm_kimi_eagle3.layers import config_updates, resolve
 from vllm_kimi_eagle3.reference import SpeculationTrace
+from vllm_kimi_eagle3.regression.engine import Request, counters, run_engine
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 TARGET = {"architectures": ["DeepseekV3ForCausalLM"], "num_hidden_layers": 10, "hidden_size": 256, "vocab_size": 320}

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from engine import EngineFailed, EngineRun, Request, counters, run_engine
 
 from vllm_kimi_eagle3.reference import SpeculationTrace, Target, greedy
+from vllm_kimi_eagle3.regression.engine import EngineFailed, EngineRun, Request, counters, run_engine
 
 pytestmark = pytest.mark.engine
 RIGHT, EARLY, LATE, DEFAULT = (4, 7, 9), (3, 6, 8), (5, 8, 10), (2, 5, 7)

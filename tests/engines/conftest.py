@@ -4,23 +4,19 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from packaging.version import Version
 
 from tests.drift.expected import EXPECTED, expected
 from tests.engines import tiny
 from vllm_kimi_eagle3.patching.release import installed_release
 from vllm_kimi_eagle3.patching.spec import Need
+from vllm_kimi_eagle3.regression.engine import TARGET_PROBE, EngineFailed, run_probe
 
-HERE = Path(__file__).parent
 RELEASE = Version(installed_release() or "0").base_version
 """The installed release, without what a build appends."""
 
@@ -45,40 +41,27 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
-    """Run a probe script on a job; the same run is made once."""
-    made: dict[str, dict[str, Any] | str] = {}
+def run() -> Callable[..., dict[str, Any]]:
+    """Run a probe module on a job; the same run is made once."""
+    made: dict[str, dict[str, Any] | EngineFailed] = {}
 
-    def run_probe(script: str, job: dict[str, Any], **environment: str) -> dict[str, Any]:
-        key = json.dumps([script, job, environment], sort_keys=True)
+    def run_once(module: str, job: dict[str, Any], overlay: str = "on", **environment: str) -> dict[str, Any]:
+        key = json.dumps([module, job, overlay, environment], sort_keys=True)
         if key not in made:
-            folder = tmp_path_factory.mktemp("run")
-            (folder / "job.json").write_text(json.dumps(job))
-            done = subprocess.run(
-                [sys.executable, str(HERE / script), str(folder / "job.json"), str(folder / "result.pt")],
-                env={
-                    **os.environ,
-                    "VLLM_CPU_KVCACHE_SPACE": "1",
-                    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-                    "VLLM_CACHE_ROOT": str(folder / "cache"),
-                    **environment,
-                },
-                capture_output=True,
-                text=True,
-                timeout=500,
-            )
-            failed = done.returncode != 0
-            made[key] = (done.stdout + done.stderr)[-6000:] if failed else torch.load(folder / "result.pt")
+            try:
+                made[key] = run_probe(module, job, overlay=overlay, env=environment).result
+            except EngineFailed as failed:
+                made[key] = failed
         result = made[key]
-        assert not isinstance(result, str), result
+        assert not isinstance(result, EngineFailed), str(result)[-6000:]
         return result
 
-    return run_probe
+    return run_once
 
 
 @pytest.fixture(scope="session")
 def target_run(run: Callable[..., dict[str, Any]], models: dict[str, Path]) -> Callable[..., dict[str, Any]]:
-    """One of our targets in the engine, seen as a drafter would see it; see probe_target.py."""
+    """One of our targets in the engine, seen as a drafter would see it; see target_probe.py."""
 
     def run_target(
         kind: str,
@@ -110,7 +93,7 @@ def target_run(run: Callable[..., dict[str, Any]], models: dict[str, Path]) -> C
             "load_drafter": load_drafter,
             "cuda_device_is_cpu": RELEASE.startswith("0.15."),
         }
-        return run("probe_target.py", job, VLLM_KIMI_EAGLE3=overlay)
+        return run(TARGET_PROBE, job, overlay)
 
     return run_target
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs in its own process: a model that is none of our targets, with or without a drafter.
 
-    python probe_other.py JOB.json RESULT.pt
+    python -m tests.engines.probe_other JOB.json RESULT.pt
 
 Writes its tokens, its compile-cache key and what the overlay has patched. With ``only_config`` the engine is not
 started: the CPU engine of 0.15 to 0.19 refuses every speculation.

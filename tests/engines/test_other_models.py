@@ -33,8 +33,8 @@ def test_llama_is_untouched(run: Callable[..., dict[str, Any]], models: dict[str
     only_config = speculates and not SPECULATES
     job = {"engine": engine, "prompt": PROMPT, "tokens": TOKENS, "only_config": only_config}
     # VLLM_PLUGINS names the plugins to load: none, and the package might as well not be installed.
-    without = run("probe_other.py", job, VLLM_PLUGINS="none")
-    with_overlay = run("probe_other.py", job, VLLM_KIMI_EAGLE3="on")
+    without = run("tests.engines.probe_other", job, VLLM_PLUGINS="none")
+    with_overlay = run("tests.engines.probe_other", job)
     assert with_overlay.pop("overlay") and not without.pop("overlay")
     assert with_overlay.pop("patched", []) == []
     assert with_overlay.pop("applied", []) == []

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine import EngineRun, Request, counters, run_engine
-from tiny_kimi.materialize import HERE, materialize
 
 from tests.drift.expected import number
 from tests.engines.conftest import RELEASE
 from vllm_kimi_eagle3.reference import Drafter, SpeculationTrace, Target, greedy, speculate
+from vllm_kimi_eagle3.regression.engine import EngineRun, Request, counters, run_engine
+from vllm_kimi_eagle3.tiny_kimi.materialize import HERE, materialize
 
 SPECULATES = number(RELEASE) >= number("0.20.0")
 pytestmark = [

@@ -13,7 +13,7 @@ import functools
 import hashlib
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +21,13 @@ import pytest
 from tests.layers import corpus
 from tests.patches.trees import ENDS, texts, touched
 from tests.releases import build, tree
-from vllm_kimi_eagle3.fixes import draft_attention_backend, float16_stream, mtp_rewrite, use_aux_flag
+from vllm_kimi_eagle3.fixes import (
+    cpu_sampling_expansion,
+    draft_attention_backend,
+    float16_stream,
+    mtp_rewrite,
+    use_aux_flag,
+)
 from vllm_kimi_eagle3.layers.parse import TOP_KEY
 from vllm_kimi_eagle3.source_patches import series
 
@@ -281,6 +287,31 @@ def test_slots_are_counted_in_the_kernels_blocks(release: str, method: str) -> N
 
     assert size(stock=False) == 32
     assert size(stock=True) == 64
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# C5
+
+
+@pytest.mark.parametrize("release", [r for r in ENDS if series.number(r) >= (0, 20, 0)])
+def test_sampling_parameters_are_spread_as_the_overlay_does(release: str) -> None:
+    torch = pytest.importorskip("torch")
+    code = cpu_sampling_expansion.expand
+    overlays = FunctionType(code.__code__, {"torch": torch}, None, code.__defaults__)
+    patched_expand = function(release, "vllm/utils/cpu_triton_utils.py", "_expand_kernel_impl", torch=torch)
+
+    def spread(expand: Any, values: Any, old: float, new: float) -> list[Any]:
+        out = torch.full((7,), -7, dtype=values.dtype)
+        expand(out, values, torch.tensor([3, 4, 6], dtype=torch.int32), old, new)
+        return out.tolist()
+
+    for values, old, new, wanted in (
+        (torch.tensor([0.5, 0.0, 0.25]), 0, 1, [0.5, 0.5, 0.5, 1.0, 0.25, 0.25, -7.0]),
+        (torch.tensor([5, 0, 9], dtype=torch.int32), 0, 0, [5, 5, 5, 0, 9, 9, -7]),
+        (torch.tensor([5, 0, 9]), 0, 7, [5, 5, 5, 7, 9, 9, -7]),
+    ):
+        assert spread(patched_expand, values, old, new) == spread(overlays, values, old, new)
+        assert spread(patched_expand, values, old, new) == wanted
 
 
 # ---------------------------------------------------------------------------------------------------------------------

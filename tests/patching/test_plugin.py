@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tiny_kimi.materialize import materialize
+from vllm_kimi_eagle3.tiny_kimi.materialize import materialize
 
 LOAD = "from vllm.plugins import load_general_plugins; load_general_plugins()\n"
 GATES = """

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from engine import counters, run_engine
 from tiny_models import YARN, drafter_files, make_hf, relative_error
 
 from vllm_kimi_eagle3.reference import Drafter, SpeculationTrace, Target, fc_rows, speculate
+from vllm_kimi_eagle3.regression.engine import counters, run_engine
 
 pytestmark = pytest.mark.engine
 VOCAB, IDS, MAX_LEN, DRAFTER_MAX_LEN = 6, (1, 3, 5), 96, 72

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 from pathlib import Path
 
@@ -30,4 +31,5 @@ def patched_copy(folder: Path) -> dict[str, str]:
     release = installed_release()
     assert release is not None
     assert main(["patches", "--vllm", release, "--apply", str(folder)]) == 0
-    return {"PYTHONPATH": str(folder), "VLLM_PLUGINS": ""}
+    path = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(path), "VLLM_PLUGINS": ""}

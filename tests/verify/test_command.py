@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_kimi.materialize import HERE, materialize
+
+from vllm_kimi_eagle3.tiny_kimi.materialize import HERE, materialize
 
 ENGINE = pytest.mark.engine
 BY_RULE = ["--additional-config", '{"kimi_eagle3": {"layer_rule": "output"}}']

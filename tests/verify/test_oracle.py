@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_kimi.materialize import materialize
 
 from vllm_kimi_eagle3.reference import Target, fc_rows
+from vllm_kimi_eagle3.tiny_kimi.materialize import materialize
 from vllm_kimi_eagle3.verify import capture
 from vllm_kimi_eagle3.verify.capture import Call
 from vllm_kimi_eagle3.verify.drive import CaptureError, Driver, Request

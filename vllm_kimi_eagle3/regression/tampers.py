@@ -51,10 +51,11 @@ def _post_norm(runner: Any, aux: list[torch.Tensor]) -> list[torch.Tensor]:
 def _without_residual(runner: Any) -> Undo:
     model, seen = inner_model(runner), dict[int, torch.Tensor]()
     boundaries = sorted(model.aux_hidden_state_layers)
-    hooks = [
-        model.layers[b].register_forward_pre_hook(lambda _, args, b=b: seen.__setitem__(b, args[1].clone()))
-        for b in boundaries
-    ]
+
+    def keeping(boundary: int) -> Callable[[Any, Any], None]:
+        return lambda module, args: seen.__setitem__(boundary, args[1].clone())
+
+    hooks = [model.layers[b].register_forward_pre_hook(keeping(b)) for b in boundaries]
     undo = _changed(lambda _, aux: [seen[b] for b in boundaries])(runner)
 
     def mend() -> None:
@@ -101,9 +102,11 @@ def replace_by_proxies(target: str) -> None:
     def by_proxy(self: Any, name: str, new: Any, **options: Any) -> Any:
         if name != target:
             return replace(self, name, new, **options)
-        proxy = wrapt.FunctionWrapper(
-            self.original(name), lambda _, instance, args, kwargs: new(instance, *args, **kwargs)
-        )
+
+        def call(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+            return new(instance, *args, **kwargs)
+
+        proxy = wrapt.FunctionWrapper(self.original(name), call)
         return replace(self, name, proxy, **options)
 
     Installer.replace = by_proxy  # type: ignore[method-assign]

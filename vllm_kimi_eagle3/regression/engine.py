@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,9 @@ from vllm_kimi_eagle3.reference import SpeculationTrace
 from vllm_kimi_eagle3.verify.capture import Call
 from vllm_kimi_eagle3.verify.drive import Served
 
-PROBE = Path(__file__).with_name("engine_probe.py")
+PROBE = "vllm_kimi_eagle3.regression.engine_probe"
+TARGET_PROBE = "vllm_kimi_eagle3.regression.target_probe"
+_ERROR = re.compile(r"^(\([^)]*\) )?(\w+ [\d:. -]+\[\S+\] )?[\w.]*(Error|Exception)\b")
 Request = tuple[Sequence[int], int, Sequence[int]] | tuple[Sequence[int], int, Sequence[int], int]
 """Prompt ids, max_tokens, stop token ids, and the step before which it joins."""
 Round = Sequence[Request] | dict[str, Any]
@@ -33,15 +36,25 @@ Round = Sequence[Request] | dict[str, Any]
 class EngineFailed(AssertionError):
     """The engine ended with an error; the message is its output."""
 
+    @property
+    def reason(self) -> str:
+        """The line that says what was wrong: the last one that looks like it."""
+        lines = [line.strip() for line in str(self).splitlines()]
+        errors = [line for line in lines if _ERROR.search(line)]
+        # The wrapping errors of a server's processes come last and say nothing.
+        own = [line for line in errors if "Engine core init" not in line and "See stack trace" not in line]
+        return (own or errors or lines or [""])[-1][-400:]
+
 
 @dataclass
 class EngineRun:
-    """What an engine did: ``result`` as engine_probe.py wrote it, ``log`` as vLLM did."""
+    """What an engine did: ``result`` as the probe wrote it, ``log`` as vLLM did."""
 
     result: dict[str, Any]
     log: str
 
     def log_lines(self, word: str) -> list[str]:
+        """The log's lines that have a word in them."""
         return [line for line in self.log.splitlines() if word in line]
 
 
@@ -79,22 +92,42 @@ def run_engine(
     Raises:
         EngineFailed: it ended with an error.
     """
+    arguments = {**_arguments(target, drafter, k, speculative), **engine}
+    job = {"rounds": rounds, "toys": toys, "proxy": proxy, "engine": arguments}
+    return run_probe(PROBE, job, overlay=overlay, separate_core=separate_core, cache=cache, env=env)
+
+
+def run_probe(
+    module: str,
+    job: dict[str, Any],
+    *,
+    overlay: str = "on",
+    separate_core: bool = False,
+    cache: Path | None = None,
+    env: dict[str, str] | None = None,
+) -> EngineRun:
+    """Run a module on a job, in a process of its own; the arguments are those of ``run_engine``.
+
+    Raises:
+        EngineFailed: it ended with an error.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        job = {"rounds": rounds, "toys": toys, "proxy": proxy}
-        settings = {"overlay": overlay, "separate_core": separate_core, "cache": cache, "env": env}
-        arguments = {**_arguments(target, drafter, k, speculative), **engine}
-        command, environment = _write(Path(folder), {**job, "engine": arguments}, **settings)
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+        where = Path(folder)
+        command, environment = _write(
+            where, module, job, overlay=overlay, separate_core=separate_core, cache=cache, env=env
+        )
+        # In its folder, so that no package of the current one stands before the installed vLLM.
+        done = subprocess.run(command, env=environment, cwd=where, capture_output=True, text=True, timeout=600)
         log = done.stdout + done.stderr
         if done.returncode != 0:
             raise EngineFailed(log)
-        return EngineRun(torch.load(Path(folder) / "result.pt", weights_only=True), log)
+        return EngineRun(torch.load(where / "result.pt", weights_only=True), log)
 
 
 @contextmanager
 def timed_engine(
     target: Path, requests: Sequence[Request], *, drafter: Path, k: int = 3, overlay: str = "on", **engine: Any
-) -> Iterator[Callable[[], float]]:
+) -> Generator[Callable[[], float]]:
     """An engine that waits; each call of what this yields serves the requests once.
 
     Yields:
@@ -103,18 +136,25 @@ def timed_engine(
     with tempfile.TemporaryDirectory() as folder:
         arguments = {**_arguments(target, drafter, k, None), **engine}
         job = {"rounds": [], "timed": requests, "engine": arguments}
-        command, environment = _write(Path(folder), job, overlay=overlay)
+        command, environment = _write(Path(folder), PROBE, job, overlay=overlay)
         log = Path(folder) / "log"
         with log.open("w") as stderr:
             process = subprocess.Popen(
-                command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True
+                command,
+                env=environment,
+                cwd=folder,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
             )
         assert process.stdin is not None and process.stdout is not None
+        stdin, stdout = process.stdin, process.stdout
 
         def serve() -> float:
-            process.stdin.write("go\n")
-            process.stdin.flush()
-            for line in process.stdout:
+            stdin.write("go\n")
+            stdin.flush()
+            for line in stdout:
                 if line.startswith("TIMED "):
                     return float(line.split()[1])
             raise EngineFailed(log.read_text())
@@ -122,8 +162,8 @@ def timed_engine(
         try:
             yield serve
         finally:
-            process.stdin.close()
-            process.stdout.read()
+            stdin.close()
+            stdout.read()
             process.wait(timeout=60)
 
 
@@ -153,6 +193,7 @@ def _arguments(target: Path, drafter: Path | None, k: int, speculative: dict[str
 
 def _write(
     folder: Path,
+    module: str,
     job: dict[str, Any],
     *,
     overlay: str,
@@ -162,8 +203,10 @@ def _write(
 ) -> tuple[list[str], dict[str, str]]:
     """Write the job; returns the probe's command line and environment."""
     (folder / "job.json").write_text(json.dumps(job))
-    return [sys.executable, str(PROBE), str(folder / "job.json"), str(folder / "result.pt")], {
+    path = os.pathsep.join(str(Path(p).resolve()) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p)
+    return [sys.executable, "-m", module, "job.json", "result.pt"], {
         **os.environ,
+        "PYTHONPATH": path,
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

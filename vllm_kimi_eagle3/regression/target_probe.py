@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs in its own process: one of our targets in vLLM's CPU engine, seen as a drafter would see it.
 
-    python probe_target.py JOB.json RESULT.pt
+    python -m vllm_kimi_eagle3.regression.target_probe JOB.json RESULT.pt
 
 The CPU engine of 0.15 to 0.19 refuses speculation, so the two halves are looked at apart: the configuration of a server
 that speculates is built by vLLM, with the overlay's gates on its way; then the target alone is started, told the
-boundaries of that configuration's plan as the runner tells it, and what it returns is kept. Last, the drafter is loaded
-onto it by either runner's own code, as far as the release has it.
+boundaries that are asked for as the runner tells it, and what it returns is kept. Last, the drafter is loaded onto it
+by either runner's own code, as far as the release has it.
 
-Nothing here mends anything: what the overlay does not do is not done.
+Nothing here mends anything: what neither the overlay nor vLLM's own source does is not done.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import contextlib
 import json
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,11 @@ from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+from vllm_kimi_eagle3.regression.observe import watch_embeddings
+
 
 @contextlib.contextmanager
-def noting(result: dict[str, Any], key: str) -> Iterator[None]:
+def noting(result: dict[str, Any], key: str) -> Generator[None]:
     """Keep an error instead of raising it: a test may want to see it."""
     try:
         yield
@@ -49,31 +51,33 @@ def tell_layers(boundaries: tuple[int, ...], seen: list[dict[str, Any]], result:
     """Let the runner do to a target it loads what it does when a drafter reads it, and keep what comes out."""
     from vllm.model_executor.models.interfaces import supports_eagle3
 
-    original = CPUModelRunner.load_model
+    runner: Any = CPUModelRunner
+    original = runner.load_model
 
     def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         result["supports_eagle3"] = bool(supports_eagle3(self.model))
+        result["embeddings"] = watch_embeddings(self.model)
         if not result["supports_eagle3"]:
             return
         self.model.set_aux_hidden_state_layers(boundaries)
         self.use_aux_hidden_state_outputs = True
-        inner: Any = self.model
 
         def keep(module: Any, args: Any, kwargs: Any, out: Any) -> None:
             if isinstance(out, tuple):
                 ids = kwargs.get("input_ids")
+                states: Any = out[1]
                 seen.append(
                     {
                         "ids": None if ids is None else ids.clone(),
                         "positions": kwargs["positions"].clone(),
-                        "states": [state.clone() for state in out[1]],
+                        "states": [state.clone() for state in states],
                     }
                 )
 
-        inner.register_forward_hook(keep, with_kwargs=True)
+        self.model.register_forward_hook(keep, with_kwargs=True)
 
-    CPUModelRunner.load_model = load_model
+    runner.load_model = load_model
 
 
 def load_drafter(config: Any, target: Any, result: dict[str, Any]) -> None:
@@ -87,7 +91,8 @@ def load_drafter(config: Any, target: Any, result: dict[str, Any]) -> None:
     with noting(result, "V1 error"), set_current_vllm_config(config):
         from vllm.v1.spec_decode.eagle import EagleProposer
 
-        proposer: Any = EagleProposer(config, torch.device("cpu"), None)
+        make: Any = EagleProposer
+        proposer: Any = make(config, torch.device("cpu"), None)
         proposer.load_model(target)
         result["V1 shares lm_head"] = proposer.model.lm_head is head
         if hasattr(proposer, "initialize_attn_backend"):
@@ -120,14 +125,16 @@ def asked_backends(config: Any, target: Any) -> list[str]:
     from vllm.v1.worker.gpu.spec_decode.eagle import utils
 
     asked: list[str] = []
-    original = type(current_platform).get_attn_backend_cls
+    platform: Any = type(current_platform)
+    choose: Any = selector
+    original = platform.get_attn_backend_cls
 
     def ask(backend: Any, *args: Any, **kwargs: Any) -> Any:
         asked.append(str(backend and backend.name))
         return original(None, *args, **kwargs)
 
-    type(current_platform).get_attn_backend_cls = staticmethod(ask)
-    selector._cached_get_attn_backend.cache_clear()
+    platform.get_attn_backend_cls = staticmethod(ask)
+    choose._cached_get_attn_backend.cache_clear()
     config.compilation_config.static_forward_context.clear()
     config.attention_config.backend = AttentionBackendEnum.TRITON_MLA
     try:
@@ -135,29 +142,31 @@ def asked_backends(config: Any, target: Any) -> list[str]:
             utils.load_eagle_model(target, config)
         assert config.attention_config.backend is AttentionBackendEnum.TRITON_MLA, "the target's choice is gone"
     finally:
-        type(current_platform).get_attn_backend_cls = original
-        selector._cached_get_attn_backend.cache_clear()
+        platform.get_attn_backend_cls = original
+        choose._cached_get_attn_backend.cache_clear()
         config.attention_config.backend = None
     return asked
 
 
 def with_and_without(activation: Any, config: Any, target: Any, result: dict[str, Any]) -> None:
-    """Load the drafter with every fix, then without those that concern its loading: the second must fail."""
+    """Load the drafter as things are; then, where the overlay is, without its fixes that concern the loading."""
     # A worker builds the target from the configuration that D4 gave another name to; here they are two.
     own, target.config = target.config, config.model_config.hf_config
     result["drafter"], result["drafter without"] = {}, {}
     load_drafter(config, target, result["drafter"])
-    if activation is None:
-        return
     target.config = own
     if config.model_config.use_mla:
-        result["backends"] = asked_backends(config, target)
+        with noting(result, "backends error"):
+            result["backends"] = asked_backends(config, target)
+    if activation is None:
+        return
     for fix in activation.ENGINE.fixes:
         if fix.id in ("D5", "D10", "D12", "D15"):
             activation.ENGINE.patcher.revert(fix.label)
     load_drafter(config, target, result["drafter without"])
     if config.model_config.use_mla:
-        result["backends without"] = asked_backends(config, target)
+        with noting(result, "backends without error"):
+            result["backends without"] = asked_backends(config, target)
 
 
 def main(job_file: str, result_file: str) -> None:
@@ -167,18 +176,20 @@ def main(job_file: str, result_file: str) -> None:
     seen: list[dict[str, Any]] = []
     if job.get("cuda_device_is_cpu"):
         # 0.15's Kimi-K2.5 asks for the CUDA device by name, whatever the platform.
-        torch.cuda.current_device = lambda: "cpu"
-    config = None
+        device: Any = torch.cuda
+        device.current_device = lambda: "cpu"
+    config: Any = None
     with noting(result, "config error"):
         config = speculating_config(job["engine"], job["drafter"])
-        result["plan"] = config.additional_config["kimi_eagle3"]["plan"]
+        if "kimi_eagle3" in config.additional_config:
+            result["plan"] = config.additional_config["kimi_eagle3"]["plan"]
     with noting(result, "mla config error"):
         speculating_config(job["engine"], job["mla_drafter"])
     activation = sys.modules.get("vllm_kimi_eagle3.activation")
     if activation is not None and config is not None:
         activation.prepare_worker(config)
     tell_layers(tuple(job["boundaries"]), seen, result)
-    llm = LLM(**job["engine"])
+    llm: Any = LLM(**job["engine"])
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     params = SamplingParams(temperature=0, max_tokens=job["tokens"], ignore_eos=True, detokenize=False)
     seen.clear()

@@ -4,8 +4,8 @@
 The weights are committed once: `checkpoint/` is the Kimi-K2.5 target, `drafter_gqa/` and `drafter_mla/` are the two
 EAGLE-3 drafters. Everything else differs in configuration, or in the prefix of tensor names, and is written on demand:
 
-    from tiny_kimi.materialize import materialize
-    pair = materialize("/tmp/pair")           # or: python materialize.py /tmp/pair
+    from vllm_kimi_eagle3.tiny_kimi.materialize import materialize
+    pair = materialize("/tmp/pair")           # or: python -m vllm_kimi_eagle3.tiny_kimi.materialize /tmp/pair
     pair["kimi_k25"], pair["eagle3_gqa_nested"]
 
 `VARIANTS` names all folders and says what each is. Only the standard library and safetensors are needed.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs in its own process: vLLM on a job file, and what its drafter was given and proposed, to a result file.
 
-    python engine_probe.py JOB.json RESULT.pt
+    python -m vllm_kimi_eagle3.regression.engine_probe JOB.json RESULT.pt
 
 The job: ``engine`` (arguments of LLM), ``rounds``, ``toys`` (see ``tampers.captured_subsets``), ``proxy`` (a target of
 the overlay's to replace by a wrapt proxy) and ``timed`` (a list of requests to serve once for each line of stdin). A
@@ -18,25 +18,26 @@ import time
 from pathlib import Path
 from typing import Any
 
-import tampers
 import torch
 from vllm import LLM
 
+from vllm_kimi_eagle3.regression import observe, tampers
 from vllm_kimi_eagle3.verify.drive import Driver, Request
 
 
-def counters(llm: LLM) -> dict[str, list[int]]:
+def counters(llm: Any) -> dict[str, list[int]]:
+    """vLLM's own counters of speculation, by what follows ``spec_decode_`` in their names."""
     found = {m.name.split("spec_decode_")[1]: m for m in llm.get_metrics() if "spec_decode_" in m.name}
     return {n: list(m.values) if hasattr(m, "values") else [m.value] for n, m in found.items()}
 
 
-def model_runner(llm: LLM) -> Any:
+def model_runner(llm: Any) -> Any:
     """The model runner, or None when the engine core is a process of its own."""
     core: Any = getattr(llm.llm_engine.engine_core, "engine_core", None)
     return core and core.model_executor.driver_worker.worker.model_runner
 
 
-def serve_on_demand(llm: LLM, requests: list[Request]) -> None:
+def serve_on_demand(llm: Any, requests: list[Request]) -> None:
     """For each line of stdin serve the requests, unobserved, and print the processor seconds a step took."""
     driver = Driver(llm.llm_engine, record=False)
     steps = 0
@@ -47,7 +48,7 @@ def serve_on_demand(llm: LLM, requests: list[Request]) -> None:
         steps += 1
         return step()
 
-    llm.llm_engine.step = counting  # type: ignore[method-assign]
+    llm.llm_engine.step = counting
     for _ in sys.stdin:
         steps = 0
         began = time.process_time()
@@ -56,16 +57,20 @@ def serve_on_demand(llm: LLM, requests: list[Request]) -> None:
 
 
 def main(job_file: str, result_file: str) -> None:
+    """Run the job and write what was seen."""
     job = json.loads(Path(job_file).read_text())
     began = time.monotonic()
     if job.get("proxy"):
         tampers.replace_by_proxies(job["proxy"])
-    llm = LLM(**job["engine"])
+    llm: Any = LLM(**job["engine"])
     runner = model_runner(llm)
     result: dict[str, Any] = {"rounds": [], "in_process": runner is not None, "start_s": time.monotonic() - began}
     observed = runner is not None and getattr(runner, "drafter", getattr(runner, "speculator", None)) is not None
     driver = Driver(llm.llm_engine, record=observed and not job.get("timed"))
     result |= driver.info
+    if runner is not None:
+        result["embeddings"] = observe.watch_embeddings(runner.get_model())
+        result["expanded"] = observe.expanded_parameters()
     for entry in job["rounds"]:
         requests, tamper = (entry["requests"], entry["tamper"]) if isinstance(entry, dict) else (entry, None)
         before = counters(llm)
