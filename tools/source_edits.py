@@ -727,6 +727,32 @@ CLONE = Recipe(
     ),
 )
 
+ROPE = Recipe(
+    label="D25 drafter-rope",
+    file="drafter-rope",
+    title="keep an MLA drafter's rotary embedding",
+    description="The configuration's own rope parameters are used, copied because the attention renames their type.",
+    places=(
+        Place(
+            ("vllm.model_executor.models.deepseek_eagle3:DeepseekV2Eagle3DecoderLayer.__init__",),
+            (
+                (
+                    "        if rope_scaling:\n            rope_params = rope_scaling.copy()\n"
+                    '            rope_params["rope_type"] = "deepseek_yarn"\n        else:\n'
+                    '            rope_params = {"rope_type": "default"}\n'
+                    "        config.rope_parameters = rope_params\n",
+                    "        config.rope_parameters = dict(config.rope_parameters)\n",
+                ),
+            ),
+        ),
+        Place(
+            ("vllm.model_executor.models.deepseek_eagle3:DeepseekV2Eagle3DecoderLayer.__init__",),
+            (('        rope_scaling = getattr(config, "rope_scaling", None)\n', ""),),
+        ),
+    ),
+    applied_upstream="0.28.0",
+)
+
 _FIRST = "        initial_architecture = hf_config.architectures[0]\n"
 MTP = Recipe(
     label="D18 mtp-rewrite",
@@ -934,6 +960,7 @@ RECIPES: tuple[Recipe, ...] = (
     SCALE,
     CLONE,
     MTP,
+    ROPE,
     CHUNK_END,
     REBINDING,
     ROTARY,

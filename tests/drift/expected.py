@@ -36,6 +36,7 @@ EXPECTED: dict[str, dict[str, Need]] = {
     "D16 float16-scale": {"0.15.0": A},
     "D17 float16-clone": {"0.15.0": R, "0.25.0": A},
     "D23 embeddings": {"0.15.0": R, "0.18.0": A},
+    "D25 drafter-rope": {"0.15.0": N, "0.18.0": A, "0.28.0": R},
     "D22 chunk-end-token": {"0.15.0": R, "0.19.0": A},
     "C1 cpu-kernel-rebinding": {"0.15.0": N, "0.31.0": A},
     "C2 cpu-rotary-embedding": {"0.15.0": A},

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ from typing import Any
 import pytest
 
 from tests.drift.expected import number
-from tests.engines.conftest import RELEASE
+from tests.engines.conftest import RELEASE, applies
 from vllm_kimi_eagle3.reference import Drafter, SpeculationTrace, Target, greedy, speculate
-from vllm_kimi_eagle3.regression.engine import EngineRun, Request, counters, run_engine
+from vllm_kimi_eagle3.regression.engine import EngineFailed, EngineRun, Request, counters, run_engine
 from vllm_kimi_eagle3.tiny_kimi.materialize import HERE, materialize
 
 SPECULATES = number(RELEASE) >= number("0.20.0")
@@ -92,3 +93,34 @@ def test_stock_takes_other_layers(pair: dict[str, Path], requests: list[Request]
     """Red without the overlay: text stays right, and another set of layers is captured."""
     run = serve(pair, requests, "deepseek_v3", "eagle3_gqa_nested", overlay="stock")
     assert_predicted(run, predict("gqa", STOCK))
+
+
+@pytest.fixture(scope="module")
+def other_base(pair: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The MLA drafter with another rotary base: its drafts are others, and worse."""
+    folder = tmp_path_factory.mktemp("base") / "eagle3_mla_base"
+    shutil.copytree(pair["eagle3_mla_boundary"], folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"rope_theta": 50000.0}))
+    return folder
+
+
+def test_mla_drafter_keeps_its_rotary_base(pair: dict[str, Path], requests: list[Request], other_base: Path) -> None:
+    """D25: draft for draft with the base that its configuration has, and not with the usual one."""
+    target = Target.load(pair["deepseek_v3"])
+
+    def predicted(folder: Path) -> list[SpeculationTrace]:
+        drafter = Drafter.load(folder, target)
+        return [speculate(target, drafter, p, RIGHT, K, n, max_model_len=MAX_MODEL_LEN) for p, n, *_ in requests]
+
+    traces = predicted(other_base)
+    assert rate(traces) < rate(predicted(pair["eagle3_mla_boundary"])) - 0.02
+    served = {**pair, "other base": other_base}
+    assert_predicted(serve(served, requests, "deepseek_v3", "other base"), traces)
+
+
+@pytest.mark.skipif(not applies("D25"), reason=f"{RELEASE} keeps an MLA drafter's rotary base")
+def test_stock_cannot_serve_the_mla_drafter(pair: dict[str, Path], requests: list[Request]) -> None:
+    """With Transformers 5; with 4 it serves it with a wrong base."""
+    with pytest.raises(EngineFailed, match="KeyError: 'factor'"):
+        serve(pair, requests, "deepseek_v3", "eagle3_mla_boundary", overlay="stock")
