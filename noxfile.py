@@ -53,7 +53,7 @@ def engine(session: nox.Session, release: str) -> None:
     python = home / "bin" / "python"
     overlay = _environment(session, home, torch, release)
     # The CPU engine has MLA from 0.28.0 on; below, ordinary attention serves the same weights.
-    env = {"PYTHONPATH": overlay, "VLLM_MLA_DISABLE": "0" if torch == "2.13.0" else "1"}
+    env = {"PYTHONPATH": overlay, "VLLM_MLA_DISABLE": "0" if torch == "2.13.0" else "1", "ALL_STATES": "1"}
     session.run(str(python), "-m", "pytest", "tests/engines", *session.posargs, env=env, external=True)
     if not session.posargs:
         _record(release)

@@ -8,12 +8,15 @@ is compiled for; releases without it don't mind.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
+
+from vllm_kimi_eagle3.tiny_kimi.materialize import HERE, PROCESSOR
 
 VOCAB = 320
 LAYERS = 8
@@ -66,20 +69,6 @@ VISION = {
     "mm_hidden_size": 32,
     "patch_size": 14,
 }
-PROCESSOR = """\
-# SPDX-License-Identifier: Apache-2.0
-from transformers.image_processing_utils import BaseImageProcessor
-
-
-class TinyVisionProcessor(BaseImageProcessor):
-    num_frames_per_chunk = 1
-
-    def __init__(self, media_proc_cfg=None, **kwargs):
-        super().__init__(**kwargs)
-
-    def media_tokens_calculator(self, media):
-        return 1
-"""
 
 
 def target_weights(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -148,8 +137,7 @@ def kimi_k25(folder: Path) -> Path:
     _write(folder, config, {f"language_model.{name}": weight for name, weight in target_weights().items()})
     # What Kimi's processor asks for while the server starts, even one that serves text only.
     processor = {
-        "image_processor_type": "TinyVisionProcessor",
-        "auto_map": {"AutoImageProcessor": "tiny_vision.TinyVisionProcessor"},
+        **PROCESSOR,
         # Later releases bring a processor of their own, and read only this.
         "media_proc_cfg": {
             "patch_size": 14,
@@ -167,7 +155,7 @@ def kimi_k25(folder: Path) -> Path:
         },
     }
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
-    (folder / "tiny_vision.py").write_text(PROCESSOR)
+    shutil.copyfile(HERE / "tiny_vision.py", folder / "tiny_vision.py")
     words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB)}, unk_token="t0"))
     words.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))

@@ -43,7 +43,7 @@ class EngineFailed(AssertionError):
         errors = [line for line in lines if _ERROR.search(line)]
         # The wrapping errors of a server's processes come last and say nothing.
         own = [line for line in errors if "Engine core init" not in line and "See stack trace" not in line]
-        return (own or errors or lines or [""])[-1][-400:]
+        return (own or errors or lines or [""])[-1][:400]
 
 
 @dataclass

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from vllm_kimi_eagle3.regression.engine import TARGET_PROBE, EngineRun, run_engine, run_probe, served_of
 from vllm_kimi_eagle3.regression.environment import Environment
@@ -144,8 +145,12 @@ class Suite(Runs):
         gpu = environment.device == "gpu"
         # Not more: on a CPU they would only take the time from each other, and a GPU is shared.
         at_once = 2 if gpu else 1
+        pair = make_pair(folder, wide=gpu)
         super().__init__(
-            make_pair(folder, wide=gpu), suite_settings(environment), folder / "model-records", at_once=at_once
+            {**pair, **_more_drafters(pair["eagle3_gqa_nested"], folder)},
+            suite_settings(environment),
+            folder / "model-records",
+            at_once=at_once,
         )
         self.runners: set[str] = set()
 
@@ -168,7 +173,7 @@ class Suite(Runs):
         """
         job: dict[str, Any] = {
             "engine": self._engine(kind, dtype),
-            "drafter": str(self.pair["eagle3_gqa_boundary"]),
+            "drafter": str(self.pair["eagle3_headless_boundary"]),
             "mla_drafter": str(self.pair["eagle3_mla_boundary"]),
             "boundaries": list(RIGHT),
             "prompt": PROMPTS[0][-24:],
@@ -190,18 +195,17 @@ class Suite(Runs):
             "deepseek_v3 again": ("deepseek_v3", "eagle3_gqa_boundary", {}),
             "kimi_k25": (self.kimi, "eagle3_gqa_boundary", {}),
             "output rule": ("deepseek_v3", "eagle3_gqa_nested", rule["output rule"]),
-            "boundary rule": ("deepseek_v3", "nested boundaries", rule["boundary rule"]),
-            "other layers": ("deepseek_v3", "other layers", rule["boundary rule"]),
+            "boundary rule": ("deepseek_v3", "eagle3_gqa_nested_boundary", rule["boundary rule"]),
+            "other layers": ("deepseek_v3", "eagle3_gqa_other_layers", rule["boundary rule"]),
             "mla drafter": ("deepseek_v3", "eagle3_mla_nested_v3", rule["output rule"]),
         }
-        folders = {**self.pair, **self.once("drafters", self._drafters)}
         configs = {
             key: {
                 "engine": {
                     **self._engine(target, self.settings["eager"].dtype),
                     "speculative_config": {
                         "method": "eagle3",
-                        "model": str(folders[drafter]),
+                        "model": str(self.pair[drafter]),
                         "num_speculative_tokens": 3,
                     },
                 },
@@ -230,14 +234,22 @@ class Suite(Runs):
             engine["limit_mm_per_prompt"] = {"vision_chunk": 0}
         return engine
 
-    def _drafters(self) -> dict[str, Path]:
-        """Drafters whose nested ids are boundaries: the pair's own layers, and other ones."""
 
-        made: dict[str, Path] = {}
-        for name, ids in (("nested boundaries", list(RIGHT)), ("other layers", [3, 7, 9])):
-            made[name] = self.pair["eagle3_gqa_nested"].parent / name.replace(" ", "_")
-            shutil.copytree(self.pair["eagle3_gqa_nested"], made[name])
-            config = json.loads((made[name] / "config.json").read_text())
-            config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = ids
-            (made[name] / "config.json").write_text(json.dumps(config))
-        return made
+def _more_drafters(nested: Path, folder: Path) -> dict[str, Path]:
+    """The GQA drafter with nested ids that are boundaries, its own and other ones; and one that borrows its lm_head."""
+    key = "eagle_aux_hidden_state_layer_ids"
+    changes: dict[str, dict[str, Any]] = {
+        "eagle3_gqa_nested_boundary": {"eagle_config": {key: list(RIGHT)}},
+        "eagle3_gqa_other_layers": {"eagle_config": {key: [3, 7, 9]}},
+        "eagle3_headless_boundary": {"eagle_config": None, key: list(RIGHT), "draft_vocab_size": 320},
+    }
+    for name, change in changes.items():
+        shutil.copytree(nested, folder / name)
+        config = json.loads((nested / "config.json").read_text())
+        merged = {k: v for k, v in {**config, **change}.items() if v is not None}
+        (folder / name / "config.json").write_text(json.dumps(merged))
+    headless = folder / "eagle3_headless_boundary" / "model.safetensors"
+    weights = {n: w for n, w in load_file(headless).items() if n not in ("lm_head.weight", "d2t", "t2d")}
+    headless.unlink()
+    save_file(weights, headless, metadata={"format": "pt"})
+    return {name: folder / name for name in changes}

@@ -142,6 +142,10 @@ def suite_settings(env: Environment) -> dict[str, Setting]:
         "mla drafter": Setting(
             "deepseek_v3", "eagle3_mla_nested_v3", 3, (SHORT,), dtype, options, {**common, RULE: "output"}
         ),
+        "no lm_head": Setting("kimi_k25_legacy", "eagle3_headless_boundary", 3, (SHORT,), dtype, kimi, common),
+        "large blocks": Setting(
+            "deepseek_v3", "eagle3_gqa_boundary", 3, (SHORT,), dtype, {**options, "block_size": 128}, common
+        ),
         "forced backend": Setting(
             "deepseek_v3",
             "eagle3_gqa_boundary",

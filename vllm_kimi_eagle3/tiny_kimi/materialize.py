@@ -38,6 +38,12 @@ VARIANTS: dict[str, str] = {
     "eagle3_mla_nested_v3": "as eagle3_mla_nested, but model_type deepseek_v3, which stock vLLM takes for an MTP head",
 }
 
+PROCESSOR: dict[str, Any] = {
+    "image_processor_type": "TinyVisionProcessor",
+    "auto_map": {"AutoImageProcessor": "tiny_vision.TinyVisionProcessor"},
+}
+"""Of the old schema: checkpoints bring their processor, because vLLM had none."""
+
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
 _TEXT_CONFIG: dict[str, Any] = {
@@ -249,7 +255,11 @@ def materialize(out_dir: str | os.PathLike[str], source: str | os.PathLike[str] 
     weights = checkpoint / "model.safetensors"
     for name in ("kimi_k25", "kimi_k25_legacy"):
         _place(weights, folders[name] / "model.safetensors")
-        shutil.copyfile(checkpoint / "preprocessor_config.json", folders[name] / "preprocessor_config.json")
+        processor = json.loads((checkpoint / "preprocessor_config.json").read_text())
+        if name.endswith("legacy"):
+            processor |= PROCESSOR
+            shutil.copyfile(HERE / "tiny_vision.py", folders[name] / "tiny_vision.py")
+        _write_json(folders[name] / "preprocessor_config.json", processor)
         _write_json(folders[name] / "config.json", kimi_config(legacy=name.endswith("legacy")))
 
     prefix = "language_model."

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The installed suite, run as a user runs it: on stock vLLM exactly the tests of the table fail, and else none.
+
+
+``stock`` mends the CPU engine alone (C1 to C3, C5), without which these targets do not run there; ``off`` mends
+nothing. What is skipped is in the table, too: nothing is left out without a word.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from patched_vllm import patched_copy
+
+from tests.engines.conftest import RELEASE
+from tests.engines.regression_expected import FAILS, SKIPS
+
+pytestmark = pytest.mark.engine
+known = pytest.mark.skipif(RELEASE not in FAILS, reason=f"the table has no column for {RELEASE}")
+
+
+class Ended(dict[str, str]):
+    """How each test ended: passed, failed or skipped."""
+
+    output: str
+    status: int
+    reasons: dict[str, str]
+    properties: dict[str, str]
+
+    def which(self, how: str) -> set[str]:
+        """The tests that ended so."""
+        return {name for name, ended in self.items() if ended == how}
+
+
+def run_suite(folder: Path, *arguments: str, **environment: str) -> Ended:
+    """Run the installed suite in a process of its own."""
+    report = folder / "report.xml"
+    command = [sys.executable, "-m", "pytest", "--pyargs", "vllm_kimi_eagle3.regression", f"--junitxml={report}"]
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider", *arguments],
+        cwd=folder,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=1800,
+    )
+    ended = Ended()
+    ended.output, ended.status, ended.reasons = done.stdout + done.stderr, done.returncode, {}
+    assert report.exists(), ended.output[-4000:]
+    root = ET.parse(report).getroot()
+    ended.properties = {p.get("name", ""): p.get("value", "") for p in root.iter("property")}
+    for case in root.iter("testcase"):
+        name = case.get("name", "")
+        kinds = {child.tag: child for child in case if child.tag in ("failure", "error", "skipped")}
+        ended[name] = "skipped" if "skipped" in kinds else "failed" if kinds else "passed"
+        for child in kinds.values():
+            ended.reasons[name] = child.get("message", "")
+    return ended
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ended]:
+    """The suite without its slow tests, in a state of vLLM; each state once."""
+
+    @cache
+    def run(state: str) -> Ended:
+        environment: dict[str, str] = {"VLLM_KIMI_EAGLE3": {"overlay": "on", "patched": "off"}.get(state, state)}
+        if state == "patched":
+            environment |= patched_copy(tmp_path_factory.mktemp("patched"))
+        return run_suite(tmp_path_factory.mktemp(state), "-m", "not slow", **environment)
+
+    return run
+
+
+more = pytest.mark.skipif(
+    not os.environ.get("ALL_STATES"), reason="minutes more: nox runs it, and ALL_STATES=1 says so here"
+)
+
+
+@known
+@pytest.mark.parametrize(
+    "state", ["stock", "overlay", pytest.param("off", marks=more), pytest.param("patched", marks=more)]
+)
+def test_it_fails_where_vllm_is_wrong_and_nowhere_else(ended: Callable[[str], Ended], state: str) -> None:
+    run = ended(state)
+    wanted = FAILS[RELEASE].get(state, frozenset[str]())
+    assert run.which("failed") == wanted, run.output[-6000:]
+    assert run.which("skipped") == SKIPS[RELEASE], run.reasons
+    assert all(len(run.reasons[name]) > 20 for name in run.which("skipped"))
+    assert len(run.which("passed")) == len(run) - len(wanted) - len(SKIPS[RELEASE]) > 0
+    assert run.status == (1 if wanted else 0)
+
+
+@known
+def test_the_report_says_what_was_tested(ended: Callable[[str], Ended]) -> None:
+    for state, overlay in (("stock", "stock"), ("overlay", "on")):
+        run = ended(state)
+        assert RELEASE in run.properties["vllm"]
+        assert run.properties["overlay"] == overlay
+        assert f"overlay: {overlay}; source patches: none of" in run.output
+        assert re.search(rf"regression suite: vLLM {re.escape(RELEASE)}\S* in ", run.output)
+
+
+def test_skips_alone_are_no_success(tmp_path: Path) -> None:
+    run = run_suite(tmp_path, "-m", "gpu")
+    assert run.which("skipped") and not run.which("passed")
+    assert run.status == 1
+    assert "nothing was checked" in run.output
+
+
+def test_markers_and_ids(tmp_path: Path) -> None:
+    """What a user may select."""
+    command = [sys.executable, "-m", "pytest", "--pyargs", "vllm_kimi_eagle3.regression", "--collect-only", "-q"]
+
+    def collected(*arguments: str) -> list[str]:
+        done: Any = subprocess.run([*command, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        return [line.rpartition("::")[2] for line in done.stdout.splitlines() if "::" in line]
+
+    assert len(collected("-m", "cpu")) == 4
+    assert all("compiled" in name for name in collected("-m", "slow"))
+    assert collected("-k", "D18") == ["test_defect[D18-mla-drafter]"]
+    assert {"test_defect[D7-output-rule-engine]", "test_alignment[chunked-prefix-cache hit]"} <= set(collected())
