@@ -69,7 +69,6 @@ def main(job_file: str, result_file: str) -> None:
     driver = Driver(llm.llm_engine, record=observed and not job.get("timed"))
     result |= driver.info
     if runner is not None:
-        result["embeddings"] = observe.watch_embeddings(runner.get_model())
         result["expanded"] = observe.expanded_parameters()
     for entry in job["rounds"]:
         requests, tamper = (entry["requests"], entry["tamper"]) if isinstance(entry, dict) else (entry, None)
@@ -90,6 +89,8 @@ def main(job_file: str, result_file: str) -> None:
         serve_on_demand(llm, [Request(*request) for request in job["timed"]])
     if job.get("toys"):
         result["toys"] = tampers.captured_subsets(llm, runner, **job["toys"])
+    if runner is not None and job["engine"].get("dtype") == "float16":
+        result["embeddings change"] = observe.embeddings_change(runner)
     activation = sys.modules.get("vllm_kimi_eagle3.activation")
     result["overlay_loaded"] = activation is not None
     if activation is not None:

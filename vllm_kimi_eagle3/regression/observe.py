@@ -8,24 +8,24 @@ from typing import Any
 import torch
 
 
-def watch_embeddings(model: Any) -> dict[str, int]:
-    """Count, from now on, the embeddings that a target's caller passes in, and those that came back changed (D17)."""
-    counted = {"passed": 0, "changed": 0}
-    before: list[torch.Tensor] = []
+def embeddings_change(runner: Any) -> bool | str:
+    """Whether a target changes the embeddings that its caller passes in (D17); a sentence if it can't be called.
 
-    def remember(module: Any, args: Any, kwargs: Any) -> None:
-        given = kwargs.get("inputs_embeds")
-        before[:] = [] if given is None else [given.clone()]
+    Called as a profiling run calls it, without attention metadata: what attention returns does not matter here.
+    """
+    from vllm.forward_context import set_forward_context
 
-    def look(module: Any, args: Any, kwargs: Any, out: Any) -> None:
-        if before:
-            counted["passed"] += 1
-            counted["changed"] += not torch.equal(before[0], kwargs["inputs_embeds"])
-
-    inner = getattr(model, "language_model", model)
-    inner.register_forward_pre_hook(remember, with_kwargs=True)
-    inner.register_forward_hook(look, with_kwargs=True)
-    return counted
+    model, config = runner.get_model(), runner.vllm_config
+    weight = next(model.parameters())
+    generator = torch.Generator().manual_seed(3)
+    given = torch.randn(4, config.model_config.get_hidden_size(), generator=generator).to(weight.device, weight.dtype)
+    before = given.clone()
+    try:
+        with torch.inference_mode(), set_forward_context(None, config, num_tokens=4):
+            model(input_ids=None, positions=torch.arange(4, device=weight.device), inputs_embeds=given)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return not torch.equal(before, given)
 
 
 def expanded_parameters() -> list[list[float]] | None:

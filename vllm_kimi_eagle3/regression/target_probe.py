@@ -28,7 +28,7 @@ from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from vllm_kimi_eagle3.regression.observe import watch_embeddings
+from vllm_kimi_eagle3.regression.observe import embeddings_change
 
 
 @contextlib.contextmanager
@@ -57,7 +57,6 @@ def tell_layers(boundaries: tuple[int, ...], seen: list[dict[str, Any]], result:
     def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         result["supports_eagle3"] = bool(supports_eagle3(self.model))
-        result["embeddings"] = watch_embeddings(self.model)
         if not result["supports_eagle3"]:
             return
         self.model.set_aux_hidden_state_layers(boundaries)
@@ -196,6 +195,8 @@ def main(job_file: str, result_file: str) -> None:
     prompts = [{"prompt_token_ids": job["prompt"]}]
     result["output_ids"] = list(llm.generate(prompts, params, use_tqdm=False)[0].outputs[0].token_ids)
     result["seen"] = list(seen)
+    if job["engine"]["dtype"] == "float16":
+        result["embeddings change"] = embeddings_change(runner)
     if activation is not None:
         result["states"] = {s.fix.label: s.state.value for s in activation.ENGINE.statuses()}
         result["patched"] = activation.ENGINE.patcher.patched()
