@@ -23,6 +23,8 @@ from patched_vllm import patched_copy
 
 from tests.engines.conftest import RELEASE
 from tests.engines.regression_expected import FAILS, SKIPS
+from vllm_kimi_eagle3.registry import FIXES
+from vllm_kimi_eagle3.regression.test_defects import CHECKS, UNTESTED
 
 pytestmark = pytest.mark.engine
 known = pytest.mark.skipif(RELEASE not in FAILS, reason=f"the table has no column for {RELEASE}")
@@ -110,6 +112,12 @@ def test_the_report_says_what_was_tested(ended: Callable[[str], Ended]) -> None:
         assert re.search(rf"regression suite: vLLM {re.escape(RELEASE)}\S* in ", run.output)
 
 
+def test_every_fix_has_a_check() -> None:
+    checked = {name.partition("-")[0] for name in CHECKS}
+    assert checked | UNTESTED.keys() == {fix.id for fix in FIXES}
+    assert not checked & UNTESTED.keys()
+
+
 def test_skips_alone_are_no_success(tmp_path: Path) -> None:
     run = run_suite(tmp_path, "-m", "gpu")
     assert run.which("skipped") and not run.which("passed")
@@ -125,7 +133,7 @@ def test_markers_and_ids(tmp_path: Path) -> None:
         done: Any = subprocess.run([*command, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=300)
         return [line.rpartition("::")[2] for line in done.stdout.splitlines() if "::" in line]
 
-    assert len(collected("-m", "cpu")) == 4
+    assert len(collected("-m", "cpu")) == 5
     assert all("compiled" in name for name in collected("-m", "slow"))
     assert collected("-k", "D18") == ["test_defect[D18-mla-drafter]"]
     assert {"test_defect[D7-output-rule-engine]", "test_alignment[chunked-prefix-cache hit]"} <= set(collected())

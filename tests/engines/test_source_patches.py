@@ -65,7 +65,7 @@ def test_a_patched_target(patched_run: Callable[[str], dict[str, Any]], referenc
     result = patched_run(kind)
     assert "states" not in result, "the overlay is not to be there"
     assert "config error" not in result, result["config error"]
-    assert "plan" not in result
+    assert result["plan"] is None
     assert result["supports_eagle3"]
     assert_captured(reference, result)
     ids = [*PROMPT, *result["output_ids"][:-1]]

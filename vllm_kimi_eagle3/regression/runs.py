@@ -179,6 +179,7 @@ class Suite(Runs):
             "prompt": PROMPTS[0][-24:],
             "tokens": 16,
             "load_drafter": True,
+            **({} if "kimi" in kind else {"other_boundaries": [0, 4, 9]}),
             "cuda_device_is_cpu": self.environment.cuda_by_name,
         }
         return self._probe(f"target {kind} {dtype}", TARGET_PROBE, job)

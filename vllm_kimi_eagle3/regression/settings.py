@@ -87,14 +87,13 @@ BASIC = (
 )
 SITUATIONS: dict[str, tuple[str, ...]] = {
     "eager": (*BASIC, "up to max_model_len"),
-    "kimi": (*BASIC, "resumed after preemption", "up to max_model_len"),
+    "kimi": (*BASIC, "resumed after preemption"),
     "chunked": (
         # Of one draft, all or none are accepted; every prompt is longer than a chunk.
         *(name for name in BASIC if name not in ("verify, some accepted", "whole prefill")),
         "chunked prefill",
         "prefix-cache hit",
         "decode of one token",
-        "up to max_model_len",
     ),
     "compiled": (*BASIC, "up to max_model_len"),
 }
@@ -119,12 +118,12 @@ def suite_settings(env: Environment) -> dict[str, Setting]:
             "deepseek_v3",
             "eagle3_gqa_boundary",
             1,
-            (CROWD, SAME_TWICE, SAME_TWICE, TO_THE_LIMIT),
+            (CROWD, SAME_TWICE, SAME_TWICE),
             dtype,
             {**options, **CHUNKED},
             chunked,
         ),
-        "kimi": Setting("kimi_k25_legacy", mla, 5, (CROWD, TO_THE_LIMIT), dtype, {**kimi, **TINY_CACHE}, common),
+        "kimi": Setting("kimi_k25_legacy", mla, 5, (CROWD,), dtype, {**kimi, **TINY_CACHE}, common),
         "output rule": Setting(
             "deepseek_v3", "eagle3_gqa_nested", 3, (SHORT,), dtype, options, {**common, RULE: "output"}
         ),

@@ -180,8 +180,7 @@ def main(job_file: str, result_file: str) -> None:
     config: Any = None
     with noting(result, "config error"):
         config = speculating_config(job["engine"], job["drafter"])
-        if "kimi_eagle3" in config.additional_config:
-            result["plan"] = config.additional_config["kimi_eagle3"]["plan"]
+        result["plan"] = config.additional_config.get("kimi_eagle3", {}).get("plan")
     with noting(result, "mla config error"):
         speculating_config(job["engine"], job["mla_drafter"])
     activation = sys.modules.get("vllm_kimi_eagle3.activation")
@@ -195,6 +194,13 @@ def main(job_file: str, result_file: str) -> None:
     prompts = [{"prompt_token_ids": job["prompt"]}]
     result["output_ids"] = list(llm.generate(prompts, params, use_tqdm=False)[0].outputs[0].token_ids)
     result["seen"] = list(seen)
+    if "other_boundaries" in job and result["supports_eagle3"]:
+        seen.clear()
+        runner.model.set_aux_hidden_state_layers(tuple(job["other_boundaries"]))
+        with noting(result, "other boundaries error"):
+            llm.generate(prompts, SamplingParams(temperature=0, max_tokens=1, detokenize=False), use_tqdm=False)
+        result["seen at other boundaries"] = list(seen)
+        runner.model.set_aux_hidden_state_layers(tuple(job["boundaries"]))
     if job["engine"]["dtype"] == "float16":
         result["embeddings change"] = embeddings_change(runner)
     if activation is not None:

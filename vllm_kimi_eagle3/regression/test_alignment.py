@@ -55,7 +55,7 @@ def test_nothing_else_differs(suite: Suite, engine: str) -> None:
     assert suite.run(engine).result["captured"] in (list(RIGHT), None)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["eager", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_text(suite: Suite, engine: str) -> None:
     """Speculation changes no text: it is the reference's greedy one."""
     s = suite.settings[engine]
