@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the installed suite, without its slow tests, ends on each release's CPU engine, where it does not pass.
 
-By release and state of vLLM: ``stock`` and ``off`` as ``VLLM_KIMI_EAGLE3`` has them; with the overlay and with the source
-patches nothing fails. The skips are the same in every state.
+By release and state of vLLM: ``stock`` and ``off`` as ``VLLM_KIMI_EAGLE3`` has them. With the overlay, and with the
+source patches, nothing fails. The skips are the same in every state.
 """
 
 from __future__ import annotations
