@@ -2,7 +2,8 @@
 """One test a defect, by its id: what vLLM does, whoever made it so.
 
 ``docs/COMPATIBILITY.md`` lists the defects by release. D14 and D20, checks of what a user configures, are the overlay's
-alone, and D9, D19, D21, D24 and C4 are known and not mended: they have no test here, nor has what ``UNTESTED`` names.
+alone, and D9, D19, D21, D24 and C4 are known and not mended: they have no test here, nor has what
+``settings.UNTESTED`` names.
 
 Where a vLLM's CPU engine refuses speculation, or to see either runner's own code, the parts are looked at apart
 (``target_probe``, ``config_probe``); where an engine speculates, what its drafter receives is compared.
@@ -23,8 +24,6 @@ from vllm_kimi_eagle3.regression.settings import EARLY, PROMPTS, RIGHT
 from vllm_kimi_eagle3.verify.compare import Comparison
 
 Check = Callable[[Suite], None]
-UNTESTED = {"D13": "shows on the V2 runner alone, with a drafter that wants no auxiliary states: the pair has none"}
-"""Defects that are mended and have no check here, each with its reason."""
 CHECKS: dict[str, Check] = {}
 MARKS: dict[str, list[Any]] = {}
 
