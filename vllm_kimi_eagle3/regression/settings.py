@@ -97,6 +97,7 @@ SITUATIONS: dict[str, tuple[str, ...]] = {
         "chunked prefill",
         "prefix-cache hit",
         "decode of one token",
+        "up to max_model_len",
     ),
     "compiled": (*BASIC, "up to max_model_len"),
 }
@@ -121,7 +122,7 @@ def suite_settings(env: Environment) -> dict[str, Setting]:
             "deepseek_v3",
             "eagle3_gqa_boundary",
             1,
-            (CROWD, SAME_TWICE, SAME_TWICE),
+            (CROWD, SAME_TWICE, SAME_TWICE, TO_THE_LIMIT),
             dtype,
             {**options, **CHUNKED},
             chunked,
