@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -280,3 +282,52 @@ def test_a_path_too_long_is_one_sentence(capsys, name):
     assert cli.main([name, *flags]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["layers", "doctor", "calibrate", "bench", "verify", "patches"])
+def test_ctrl_c_is_one_line_and_130(capsys, monkeypatch, name):
+    """Wherever a command is when it comes."""
+    module = importlib.import_module(f"vllm_kimi_eagle3.commands.{name}")
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "run", interrupted)
+    flags = {"patches": [], "doctor": [], "bench": []}.get(name, ["--target", "x", "--drafter", "y"])
+    assert cli.main([name, *flags]) == 130
+    captured = capsys.readouterr()
+    assert captured.err == f"vllm-kimi-eagle3 {name}: interrupted\n"
+
+
+SLOW = """
+import http.server, json, sys, threading, time
+class Slow(http.server.BaseHTTPRequestHandler):
+    def log_message(self, *_): pass
+    def do_GET(self):
+        body = json.dumps({"data": [{"id": "m"}]}).encode()
+        self.send_response(200); self.send_header("Content-Length", str(len(body))); self.end_headers()
+        self.wfile.write(body)
+    def do_POST(self):
+        print("asked", flush=True)
+        time.sleep(600)
+server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+from vllm_kimi_eagle3.cli import main
+sys.exit(main(["bench", "--base-url", f"http://127.0.0.1:{server.server_address[1]}", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.parametrize("concurrency", ["1", "4"])
+def test_a_real_ctrl_c_while_a_server_is_slow(concurrency):
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW, "--concurrency", concurrency],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "asked\n"
+    process.send_signal(signal.SIGINT)
+    start = time.perf_counter()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and err == "vllm-kimi-eagle3 bench: interrupted\n"
+    assert time.perf_counter() - start < 30, "it waited for its requests"

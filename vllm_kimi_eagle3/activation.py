@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vllm_kimi_eagle3 import __version__
+from vllm_kimi_eagle3 import __version__, watch
 from vllm_kimi_eagle3.fixes import _boundaries
 from vllm_kimi_eagle3.layers import CapturePlan, PlanError, facts_of, read_headers, resolve, stock_boundaries
 from vllm_kimi_eagle3.layers.alignment import content_key, load
@@ -78,11 +78,14 @@ def install_gates() -> None:
     """Install every gate, each once its module is imported. Idempotent and thread-safe."""
     for gate in _GATES:
         gate.install()
+    if (os.environ.get(watch.SWITCH) or "").strip().lower() not in ("", "0", "off"):
+        _WATCH_GATE.install()
 
 
 def remove() -> list[str]:
     """Take back every fix and every gate. Returns what had to stay because somebody patched over it."""
-    left = ENGINE.revert() + [sentence for gate in reversed(_GATES) for sentence in gate.remove()]
+    gates = (*reversed(_GATES), _WATCH_GATE)
+    left = watch.ENGINE.revert() + ENGINE.revert() + [sentence for gate in gates for sentence in gate.remove()]
     with _lock:
         _announced.clear()
     return left
@@ -190,6 +193,21 @@ _GATES = (
 )
 
 
+def _scheduler_gate(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+    result = wrapped(*args, **kwargs)
+    vllm_config = getattr(instance, "vllm_config", None)
+    speculative_config = getattr(vllm_config, "speculative_config", None)
+    if speculative_config is not None and speculative_config.method == "eagle3":
+        context = _server_context(vllm_config)
+        if context is not None:
+            watch.begin(instance, context)
+    return result
+
+
+_WATCH_GATE = Gate(watch.MODULE, watch.CLASS, "__init__", _scheduler_gate)
+"""Installed only where the user asks for the watch."""
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What happens behind them
 
@@ -212,6 +230,7 @@ def configure_server(context: Context) -> None:
     record.update(version=__version__, fixes=[fix.label for fix in needed])
     if context.eagle3:
         try:
+            watch.settings()  # a mistyped number, too, is to be said now
             context = replace(context, plan=make_plan(vllm_config, record))
         except PlanError as error:
             raise OverlayError(f"vllm-kimi-eagle3: {error}") from None

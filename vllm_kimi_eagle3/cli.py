@@ -2,7 +2,7 @@
 """``vllm-kimi-eagle3``: the command line.
 
 It must run in a broken environment, so it needs the standard library only, and a command's module is imported when
-that command is asked for. Exit status: 0 good, 1 a problem was found, 2 bad usage or input.
+that command is asked for. Exit status: 0 good, 1 a problem was found, 2 bad usage or input, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from . import __version__
 from .layers.plan import PlanError
 
+INTERRUPTED = 130
+"""What a shell says of a command that Ctrl-C has ended: 128 and the signal's number."""
 DESCRIPTION = "EAGLE-3 speculative decoding that is right for Kimi-K2.x and DeepSeek-V3 on vLLM."
 COMMANDS = {
     "bench": "speed, acceptance by position and the verdict",
@@ -51,6 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PlanError as error:
         print(f"{where}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        # Behind a progress bar's line, or the terminal's ^C.
+        print(f"\n{where}: interrupted" if sys.stderr.isatty() else f"{where}: interrupted", file=sys.stderr)
+        _forget_stdout()
+        return INTERRUPTED
     except BrokenPipeError:
         _forget_stdout()  # the reader has seen enough
     except OSError as error:

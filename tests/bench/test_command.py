@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from vllm_kimi_eagle3 import cli
 from vllm_kimi_eagle3.bench import report
+from vllm_kimi_eagle3.bench.gather import read_verification
 from vllm_kimi_eagle3.bench.metrics import Counters, parse
 from vllm_kimi_eagle3.bench.prompts import FIVE, read_prompts
 from vllm_kimi_eagle3.layers import PlanError
@@ -229,13 +230,16 @@ def test_an_earlier_baseline(capsys: pytest.CaptureFixture[str], tmp_path: Path)
         ["--base-url", "http://h:1", "--tokens", "99999999"],
         ["--base-url", "http://h:1", "--html", "no/such/folder/x.html"],
         ["--base-url", "http://h:1", "--html", "."],
-        ["--target", "x", "--drafter", "y", "--log-dir", "/dev/null/logs"],
+        ["--target", "x/y", "--drafter", "x/z", "--log-dir", "/dev/null/logs"],
         ["--base-url", "http://h:1", "--concurrency", "1,a"],
         ["--base-url", "http://h:1", "--concurrency", "0"],
         ["--base-url", "http://h:1", "--temperature", "-1"],
         ["--base-url", "http://h:1", "--prompts", "none.json"],
         ["--base-url", "http://h:1", "--calibration", "none.json"],
-        ["--target", "x", "--drafter", "y", "--serve", "'"],
+        ["--target", "x/y", "--drafter", "x/z", "--serve", "'"],
+        ["--target", "x/y", "--drafter", "NONEXISTENT"],
+        ["--target", "x/y", "--drafter", "x/z", "--control", "./none"],
+        ["--base-url", "http://h:1", "--verification", "none.json"],
     ],
 )
 def test_bad_usage(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
@@ -321,3 +325,44 @@ def test_without_jinja2_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert cli.main(["bench", "--base-url", "http://h:1", "--html", str(tmp_path / "x.html")]) == 2
     assert "vllm-kimi-eagle3[report]" in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_there_is_refused_before_a_server_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("a server was started"))
+    assert cli.main(["bench", "--target", "NONEXISTENT", "--drafter", "x/y"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--target NONEXISTENT: no such folder" in line and "owner/model" in line
+
+
+def test_a_verification_is_read(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """What `verify --json` prints, shortened to the keys that are read."""
+    seen = {
+        "inputs_ok": False,
+        "reference": "hf",
+        "boundaries": [4, 7, 9],
+        "decided_by": "explicit",
+        "captured": [9, 4, 7],
+        "rows_are": [3, 6, 8],
+        "drafts": [[10, 140], [3, 130]],
+        "rounded_drafts": [],
+    }
+    (tmp_path / "v.json").write_text(json.dumps(seen))
+    facts = read_verification(tmp_path / "v.json")
+    assert facts["captured"] == (4, 7, 9) and facts["rows_are"] == (3, 6, 8) and facts["features_match"] is False
+    assert facts["certain"] and [str(share)[:4] for share in facts["wrong_drafts"]] == ["7.1%", "2.3%"]
+    with running(Server()) as url:
+        status, data = bench(capsys, "--greedy-only", "--base-url", url, "--verification", str(tmp_path / "v.json"))
+    assert status == 1 and data["verdict"] == "features misaligned" and data["shift"] == [1, 1, 1]
+    assert "a fault of the engine" in data["next"]
+    # The engine's own prefill can't prove that states are right.
+    (tmp_path / "v.json").write_text(json.dumps({**seen, "inputs_ok": True, "rows_are": None, "reference": "self"}))
+    assert read_verification(tmp_path / "v.json")["features_match"] is None
+    for change in ({"inputs_ok": 1}, {"captured": 3}, {"drafts": [[2, 1]]}, {"drafts": [1]}, {"rows_are": "abc"}):
+        (tmp_path / "v.json").write_text(json.dumps({**seen, **change}))
+        with pytest.raises(PlanError, match="is not what `vllm-kimi-eagle3 verify --json` prints"):
+            read_verification(tmp_path / "v.json")
+    (tmp_path / "v.json").write_text(json.dumps({"ok": True}))
+    with pytest.raises(PlanError, match="verify --json"):
+        read_verification(tmp_path / "v.json")

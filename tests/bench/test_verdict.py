@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_kimi_eagle3.bench.statistics import Share, needed_trials
+from vllm_kimi_eagle3.bench.statistics import Share, falls_below, needed_trials
 from vllm_kimi_eagle3.bench.verdict import Boundaries, Evidence, Name, decide
 
 RIGHT, EARLY, LATE = (4, 7, 9), (3, 6, 8), (5, 8, 10)
@@ -36,7 +36,49 @@ CASES: dict[str, tuple[Name, Evidence]] = {
     "one late, low acceptance": (Name.MISALIGNED, replace(HEALTHY, captured=LATE, accepted=LOW)),
     "one late and slow": (Name.MISALIGNED, replace(HEALTHY, captured=LATE, speedup=0.6)),
     "stale by verify": (Name.CORRUPTED, replace(HEALTHY, features_match=False)),
-    "stale by numbers": (Name.CORRUPTED, replace(HEALTHY, accepted=LOW)),
+    "low, and nobody looked at the states": (Name.UNKNOWN, replace(HEALTHY, accepted=LOW)),
+    "other layers than the files ask for": (
+        Name.MISALIGNED,
+        replace(HEALTHY, trials={}, certain=True, planned=RIGHT, captured=EARLY),
+    ),
+    "other layers, but who asked is not certain": (
+        Name.UNKNOWN,
+        replace(HEALTHY, trials={}, planned=RIGHT, captured=EARLY),
+    ),
+    "the engine says the right layers and gives others": (
+        Name.MISALIGNED,
+        replace(HEALTHY, features_match=False, rows_are=EARLY),
+    ),
+    "states in another order": (Name.CORRUPTED, replace(HEALTHY, features_match=False, rows_are=(7, 4, 9))),
+    "other states than planned, which are the right ones": (
+        Name.HEALTHY,
+        replace(HEALTHY, captured=EARLY, planned=EARLY, features_match=False, rows_are=RIGHT),
+    ),
+    "the second draft differs on right rows": (
+        Name.RECURRENCE,
+        replace(HEALTHY, features_match=True, wrong_drafts=(Share(0, 140), Share(30, 140))),
+    ),
+    "a few drafts differ where nothing rounds": (
+        Name.UNKNOWN,
+        replace(HEALTHY, features_match=True, wrong_drafts=(Share(0, 95), Share(1, 95), Share(2, 94))),
+    ),
+    "drafts differ as half precision lets them": (
+        Name.HEALTHY,
+        replace(
+            HEALTHY,
+            features_match=True,
+            wrong_drafts=(Share(10, 140), Share(12, 130)),
+            wrong_rounded=(Share(9, 140), Share(11, 130)),
+        ),
+    ),
+    "later positions short of the reference's": (
+        Name.RECURRENCE,
+        replace(HEALTHY, accepted=(800, 600, 400), reference=tuple(Share(n, 1000) for n in (800, 620, 520))),
+    ),
+    "all positions short of the reference's": (
+        Name.UNKNOWN,
+        replace(HEALTHY, accepted=(600, 350, 200), reference=tuple(Share(n, 1000) for n in (800, 620, 520))),
+    ),
     "another target's drafter": (Name.UNFIT, replace(HEALTHY, accepted=LOW, trials=trials(0.2, 0.19, 0.18))),
     "untrained": (Name.UNFIT, replace(HEALTHY, accepted=(9, 0, 0), trials=trials(0.01, 0.01, 0.01))),
     "cliff": (Name.RECURRENCE, replace(HEALTHY, accepted=(800, 100, 10))),
@@ -108,7 +150,11 @@ def evidences(draw: st.DrawFn) -> Evidence:
         trials=draw(st.dictionaries(layers, shares, max_size=7)),
         relabelled=draw(st.none() | shares),
         reference=tuple(draw(st.lists(shares, max_size=4))),
+        planned=draw(st.none() | layers),
         features_match=draw(st.sampled_from([None, None, True, False])),
+        rows_are=draw(st.none() | layers | st.just((7, 4, 9))),
+        wrong_drafts=tuple(draw(st.lists(shares, max_size=3))),
+        wrong_rounded=tuple(draw(st.lists(shares, max_size=3))),
         vocabulary_faults=tuple(draw(st.lists(st.just("d2t is damaged"), max_size=1))),
         fit_faults=tuple(draw(st.lists(st.just("made for K2"), max_size=1))),
         control_first=draw(st.none() | shares),
@@ -140,10 +186,13 @@ def test_more_of_the_same_evidence_never_unnames(evidence: Evidence, factor: int
         trials={b: scaled(s, factor) for b, s in evidence.trials.items()},
         relabelled=evidence.relabelled and scaled(evidence.relabelled, factor),
         reference=tuple(scaled(s, factor) for s in evidence.reference),
+        wrong_drafts=tuple(scaled(s, factor) for s in evidence.wrong_drafts),
+        wrong_rounded=tuple(scaled(s, factor) for s in evidence.wrong_rounded),
         sampled_first=evidence.sampled_first and scaled(evidence.sampled_first, factor),
         control_first=evidence.control_first and scaled(evidence.control_first, factor),
     )
-    if decide(evidence).name is not Name.UNKNOWN:
+    # Healthy means that nothing was seen; more evidence may see something that has no name.
+    if decide(evidence).name not in (Name.UNKNOWN, Name.HEALTHY):
         assert decide(more).name is not Name.UNKNOWN
 
 
@@ -167,6 +216,8 @@ def test_counters_alone_never_blame(evidence: Evidence) -> None:
         "trials": {},
         "relabelled": None,
         "features_match": None,
+        "rows_are": None,
+        "planned": None,
         "vocabulary_faults": (),
         "reference": (),
     }
@@ -195,3 +246,12 @@ def test_needed_trials() -> None:
     assert Share(round(0.74 * needed), needed).high < Share(round(0.82 * needed), needed).low
     assert needed_trials(0.5, 0.5) is None
     assert (needed_trials(0.5, 0.501) or 0) > 1_000_000
+
+
+def test_one_share_below_another() -> None:
+    assert falls_below(Share(220, 360), Share(240, 330)) and not Share(220, 360).high < Share(240, 330).low
+    assert not falls_below(Share(293, 344), Share(294, 330)) and not falls_below(Share(240, 330), Share(220, 360))
+    assert falls_below(Share(500, 1000), Share(700, 1000), 0.1) and not falls_below(
+        Share(500, 1000), Share(700, 1000), 0.2
+    )
+    assert not falls_below(Share(0, 0), Share(700, 1000)) and not falls_below(Share(0, 10), Share(0, 0))

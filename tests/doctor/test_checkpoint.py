@@ -154,6 +154,7 @@ BAD: dict[str, tuple[str, str, str, dict[str, Any], dict[str, Any], Callable[[We
     "d2t out of range": ("d2t-range", "error", "token 110", {}, {}, offsets({11: 99})),
     "d2t negative": ("d2t-range", "error", "token -3", {}, {}, offsets({0: -3})),
     "d2t twice": ("d2t-unique", "error", "11 different", {}, {}, offsets({1: 2, 2: 1})),
+    "d2t out of order": ("d2t-order", "warning", "6 for id 1, then 3 for id 2", {}, {}, offsets({1: 5, 2: 1})),
     "d2t of ids": ("d2t-range", "error", "draft id", {}, {}, change(d2t=numpy.arange(SMALL) * 3 + 5)),
     "d2t in floats": ("d2t", "error", "integers were expected", {}, {}, change(d2t=numpy.zeros(SMALL, "f4"))),
     "t2d of another run": ("t2d", "warning", "not the 12", {}, {}, change(t2d=numpy.ones(V, bool))),

@@ -41,6 +41,7 @@ GOOD: dict[str, Any] = {
     "server": {"plan": {"line": "boundaries (2, 5, 7)"}},
     "worker": {"fixes": [{"id": "D6", "name": "ids", "state": "APPLIED", "reason": "r"}]},
 }
+W = "VLLM_KIMI_EAGLE3_WATCH"
 FOREIGN = {"module": "other_plugin", "file": "/site/other_plugin.py"}
 STALE = {"version": "0", "location": "/old/v.egg-info", "root": "/old", "editable": None, "registers": False}
 
@@ -59,6 +60,8 @@ BAD: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
     "stock": ("kill-switch", "warning", "ships it", GOOD, {"VLLM_KIMI_EAGLE3": "stock"}),
     "warn": ("kill-switch", "warning", "fix is missing", GOOD, {"VLLM_KIMI_EAGLE3": "warn"}),
     "misspelt": ("kill-switch", "error", "'onn'", GOOD, {"VLLM_KIMI_EAGLE3": "onn"}),
+    "watch misspelt": ("watch", "error", "'30'", GOOD, {W: "1", f"{W}_BELOW": "30"}),
+    "watch set": ("watch", "info", "fewer than 30%", GOOD, {W: "1"}),
     "rule misspelt": ("layer-rule-variable", "error", "'outputs'", GOOD, {"VLLM_KIMI_EAGLE3_LAYER_RULE": "outputs"}),
     "rule set": ("layer-rule-variable", "info", "every drafter", GOOD, {"VLLM_KIMI_EAGLE3_LAYER_RULE": "output"}),
     "filtered": ("plugins-filter", "error", "leaves out", GOOD, {"VLLM_PLUGINS": "lora"}),
@@ -95,7 +98,20 @@ BAD: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
     "another plugin's error": ("plugin-loaded", "error", "boom", change(loader="ValueError: boom"), {}),
     "never loaded": ("plugin-loaded", "error", "did not bring", change(active=False, gates=None), {}),
     "two of a name": ("plugin-name", "error", "2 distributions", change(plugins=GOOD["plugins"] * 2), {}),
-    "gate broken": ("gates", "error", "no such", change(gates=[{"place": PLACE, "error": "no such", "chain": []}]), {}),
+    "gate broken": (
+        "gates",
+        "error",
+        "a gate is not in place: vllm.config.vllm:VllmConfig.__post_init__ (no such)",
+        change(gates=[{"place": PLACE, "error": "no such", "chain": []}, *GOOD["gates"]]),
+        {},
+    ),
+    "no gate at all": (
+        "gates",
+        "error",
+        "none of the 2 methods that the overlay waits for is where it looks",
+        change(gates=[{"place": PLACE, "error": "no such", "chain": []}] * 2),
+        {},
+    ),
     "gate replaced": ("gates", "error", PLACE, change(gates=[{"place": PLACE, "error": None, "chain": [FOREIGN]}]), {}),
     "gate wrapped over": (
         "two-plugins",
@@ -241,6 +257,27 @@ def test_another_plugin_that_replaces_what_we_patch(monkeypatch: pytest.MonkeyPa
     assert any(f.id == "gates" and f.level == "error" and "VllmConfig" in f.message for f in found), loud(found)
     foreign = [f for f in found if f.id == "two-plugins" and f.level == "warning"]
     assert any("zz_other" in f.message and "hf_config_override" in f.message for f in foreign), loud(found)
+
+
+MOVED = """
+import importlib.abc, sys
+GONE = ("vllm.config.speculative", "vllm.config.vllm", "vllm.v1.worker.worker_base")
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name in GONE:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Finder())
+"""
+
+
+@pytest.mark.engine
+def test_a_vllm_that_moved_all_that_the_gates_wait_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No hook fires and nothing fails: a server of ours would run as stock without a word."""
+    (tmp_path / "sitecustomize.py").write_text(MOVED)
+    found = child(monkeypatch, tmp_path, VLLM_CACHE_ROOT=str(tmp_path / "cache"))
+    gates = [f for f in found if f.id == "gates"]
+    assert [f.level for f in gates] == ["error"] and "none of the 4 methods" in gates[0].message, loud(found)
+    assert "never asked" in gates[0].why
 
 
 @pytest.mark.engine

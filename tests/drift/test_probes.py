@@ -12,7 +12,9 @@ import pytest
 from tests import releases
 from tests.drift.expected import EXPECTED, RELEASES, expected
 from tools.compatibility import sources, verdicts
+from vllm_kimi_eagle3 import watch
 from vllm_kimi_eagle3.fixes import draft_attention_backend, eagle3_interface
+from vllm_kimi_eagle3.patching.engine import probe
 from vllm_kimi_eagle3.patching.source import SourceTree
 from vllm_kimi_eagle3.patching.spec import Fix, Need
 from vllm_kimi_eagle3.registry import ELSEWHERE, FIXES, UNDONE
@@ -43,6 +45,12 @@ def test_every_gate_has_its_method(release: str) -> None:
     assert tree.parameters(f"{worker}.init_worker") == ("self", "all_kwargs")
     assert "all_kwargs[self.rpc_rank]" in tree.text(f"{worker}.init_worker")
     assert "self.vllm_config" in tree.text(f"{worker}.init_device")
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_watch_knows_every_release(release: str) -> None:
+    verdict = probe(watch.WATCH, release_tree(release))
+    assert verdict.need is Need.APPLY, verdict.reason
 
 
 @pytest.mark.parametrize("release", RELEASES)

@@ -90,8 +90,11 @@ def test_the_boundary_rule_s_config_needs_no_word_from_the_user(served: Served, 
 
 
 def test_a_spawned_engine_core_does_the_same(served: Served, predict: Predict, by_rule: dict[str, Any]) -> None:
-    run = served("kimi_k25", "eagle3_gqa_nested", separate_core=True, **by_rule)
+    run = served("kimi_k25", "eagle3_gqa_nested", separate_core=True, env={"VLLM_KIMI_EAGLE3_WATCH": "1"}, **by_rule)
     assert not run.result["in_process"]
+    watching = run.log_lines("watching acceptance")
+    assert len(watching) == 1 and "MainProcess" not in watching[0], "the watch sits where the scheduler is"
+    assert not run.log_lines("hardly any draft")
     assert_equal(run, predict("gqa", RIGHT))
     lines = run.log_lines("boundaries (4, 7, 9)")
     assert any("MainProcess" not in line for line in lines), "the worker did not say what it captures"

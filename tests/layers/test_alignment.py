@@ -62,7 +62,7 @@ def test_somebody_elses_home_holds_no_records_of_ours(monkeypatch, tmp_path):
     monkeypatch.setattr(Path, "stat", no_entry)
     assert alignment.load(KEY) is None
     monkeypatch.setenv("VLLM_KIMI_EAGLE3_CACHE", str(tmp_path))
-    with pytest.raises(PlanError, match="can't be read: Permission denied"):
+    with pytest.raises(PlanError, match="can't be read: Permission denied; let this user read"):
         alignment.load(KEY)
 
 
@@ -118,7 +118,7 @@ def test_the_key_follows_content():
 def test_damaged_records_are_refused(tmp_path, change):
     path = alignment.save(RECORD, tmp_path)
     path.write_text(json.dumps({**RECORD.to_json(), **change}))
-    with pytest.raises(PlanError, match="alignment record"):
+    with pytest.raises(PlanError, match=r"alignment record.*; delete it and run `vllm-kimi-eagle3 calibrate` again$"):
         alignment.load(KEY, tmp_path)
 
 
@@ -126,7 +126,7 @@ def test_damaged_records_are_refused(tmp_path, change):
 def test_records_that_are_no_json_objects(tmp_path, content):
     path = alignment.save(RECORD, tmp_path)
     path.write_bytes(content)
-    with pytest.raises(PlanError):
+    with pytest.raises(PlanError, match=r"alignment record.*; delete it and run `vllm-kimi-eagle3 calibrate` again$"):
         alignment.load(KEY, tmp_path)
 
 

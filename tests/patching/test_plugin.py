@@ -26,6 +26,8 @@ GATED = (
     + "assert not any(isinstance(g.__wrapped__, wrapt.FunctionWrapper) for g in gates), 'wrapped twice'\n"
     + "from vllm_kimi_eagle3.activation import ENGINE\n"
     + "assert ENGINE.patcher.patched() == []\n"
+    + "from vllm_kimi_eagle3.activation import _WATCH_GATE\n"
+    + "assert not _WATCH_GATE._enabled, 'nobody asked for the watch'\n"
 )
 
 

@@ -63,6 +63,12 @@ class Oracle:
     def drafts(self, features: Tensor, tokens: Sequence[int], calls: Sequence[Call]) -> list[list[int]]:
         return [[1, 2] for _ in calls]
 
+    def every(self, tokens: Sequence[int]) -> Tensor:
+        """Seven boundaries; 2 and 5 are those that the columns should hold."""
+        right = states(tokens).unflatten(1, (2, 4))
+        others = [right[:, 0] * 3, right[:, 0] * 5, right[:, 0], right[:, 0] * 7, right[:, 0] * 9, right[:, 1]]
+        return torch.stack([*others, right[:, 1] * 2], dim=1)
+
 
 def served() -> Served:
     """Prompt of 4, all of two drafts accepted, then one of two, cut at the limit of tokens."""
@@ -247,3 +253,28 @@ def test_the_page_in_a_browser(tmp_path: Path, scheme: str) -> None:
         red[name] = sum(count for count, (r, g, b) in image.getcolors(1 << 20) if r > 185 and g < 90 and b < 90)
     assert red["right"] > 0, "the scale"
     assert red["wrong"] > 2 * red["right"]
+
+
+def test_wrong_rows_that_are_another_boundary_s_are_told_so() -> None:
+    early = served()
+    for call in early.calls:
+        call.rows = torch.cat([call.rows[:, :4] * 3, call.rows[:, 4:]], dim=-1)  # boundary 0 instead of 2
+    found = judge(early)
+    assert not found.ok and not found.inputs_ok and found.rows_are == [0, 5]
+    assert "the rows are the states of boundaries [0, 5], not of [2, 5]" in found.problems[0]
+    swapped = served()
+    for call in swapped.calls:
+        call.rows = call.rows.roll(4, dims=1)
+    assert judge(swapped).rows_are == [5, 2]
+    noise = served()
+    for call in noise.calls:
+        call.rows = call.rows * torch.linspace(0.5, 2, 8)
+    assert judge(noise).rows_are is None and judge(served()).rows_are is None
+
+
+def test_drafts_are_counted_up_to_the_first_wrong_one() -> None:
+    one = served()
+    assert judge(one).drafts == [[0, 3], [0, 3]]
+    one.calls[0].drafts, one.calls[1].drafts = [1, 9], [9, 9]
+    found = judge(one)
+    assert found.drafts == [[1, 3], [1, 2]] and found.inputs_ok and not found.ok

@@ -18,8 +18,10 @@ from vllm_kimi_eagle3.layers.stock import NEWEST
 from vllm_kimi_eagle3.patching.release import installed_release
 
 VOCABULARY_CHECKS = ("d2t", "d2t-range", "d2t-unique", "draft-vocabulary")
+VOCABULARY_DOUBTS = ("d2t-order", "t2d")
 FIT_CHECKS = ("trained-for", "fc-width")
 MAX_CALIBRATION = 1 << 20
+MAX_VERIFICATION = 16 << 20
 ORDINARY_TEMPERATURE = 0.7
 """Up to here, sampled text is accepted nearly as well as greedy text."""
 
@@ -46,6 +48,7 @@ def evidence_of(
     target: Path | None = None,
     drafter: Path | None = None,
     calibration: Path | None = None,
+    verification: Path | None = None,
 ) -> Evidence:
     """All that is known about the server called ``name``.
 
@@ -55,15 +58,22 @@ def evidence_of(
         target: the target's folder, for what its files say.
         drafter: the drafter's folder.
         calibration: a file that ``calibrate --json`` wrote.
+        verification: a file that ``verify --json`` wrote.
 
     Raises:
-        PlanError: a folder or the file can't be read.
+        PlanError: a folder or a file can't be read.
     """
     facts: dict[str, Any] = {}
     if target is not None and drafter is not None and target.is_dir() and drafter.is_dir():
         facts = _files(target, drafter)
+    if verification is not None:
+        facts.update(read_verification(verification))
     if calibration is not None:
-        facts.update(read_calibration(calibration))
+        measured = read_calibration(calibration)
+        boundaries = measured.pop("reference_boundaries")
+        if boundaries is not None and facts.get("captured") not in (None, boundaries):
+            measured["reference"] = ()  # simulated with other layers than this server's
+        facts.update(measured)
     sampled = [run for run in runs if run.name == name and 0 < run.setting.temperature <= ORDINARY_TEMPERATURE]
     if sampled and sampled[0].counters.by_position:
         facts["sampled_first"] = Share(sampled[0].counters.by_position[0], sampled[0].counters.drafts)
@@ -86,6 +96,9 @@ def _files(target: Path, drafter: Path) -> dict[str, Any]:
     bad = [f for f in check_pair(pair) if f.level in ("warning", "error")]
     facts: dict[str, Any] = {
         "vocabulary_faults": tuple(f.message for f in bad if f.id in VOCABULARY_CHECKS and f.level == "error"),
+        "vocabulary_doubts": tuple(
+            f.message for f in bad if f.id in VOCABULARY_DOUBTS or (f.id in VOCABULARY_CHECKS and f.level == "warning")
+        ),
         "fit_faults": tuple(f.message for f in bad if f.id in FIT_CHECKS),
     }
     release = installed_release() or NEWEST
@@ -95,17 +108,16 @@ def _files(target: Path, drafter: Path) -> dict[str, Any]:
             facts_of(release)
             stock = stock_boundaries(release, pair.target, pair.drafter)
             captured = stock.runner(stock.default).boundaries
-            certain = captured == plan.boundaries and plan.decided_by != "ambiguous"
-            facts.update(captured=captured, certain=certain)
         else:
-            facts.update(captured=plan.boundaries, certain=plan.decided_by != "ambiguous")
+            captured = plan.boundaries
+        facts.update(captured=captured, planned=plan.boundaries, certain=plan.decided_by != "ambiguous")
     except PlanError:
         pass  # doctor's finding "layers" says it; nothing is known about what such a server captures
     return facts
 
 
 def read_calibration(path: Path) -> dict[str, Any]:
-    """``trials``, ``relabelled`` and ``reference`` of a calibration's JSON.
+    """``trials``, ``relabelled``, ``reference`` and ``reference_boundaries`` of a calibration's JSON.
 
     Raises:
         PlanError: it is not one.
@@ -117,13 +129,44 @@ def read_calibration(path: Path) -> dict[str, Any]:
             trials[tuple(int(b) for b in trial["boundaries"])] = _share(trial)
         relabelled = data.get("relabelled")
         reference = cast("list[Mapping[str, Any]]", data.get("per_position") or [])
+        simulated, decided = data.get("per_position_boundaries"), data.get("boundaries")
         return {
+            "reference_boundaries": None if simulated is None else tuple(int(b) for b in simulated),
             "trials": trials,
+            "decided": None if decided is None else tuple(int(b) for b in decided),
             "relabelled": None if relabelled is None else _share(relabelled),
             "reference": tuple(_share(position) for position in reference),
         }
     except (KeyError, TypeError, ValueError, AttributeError):
         raise PlanError(f"{path} is not what `vllm-kimi-eagle3 calibrate --json` prints") from None
+
+
+def read_verification(path: Path) -> dict[str, Any]:
+    """What ``verify`` saw, from its JSON.
+
+    The engine's own prefill can't see what is wrong in prefill, too, so equality with it proves no states right.
+
+    Raises:
+        PlanError: it is not one.
+    """
+    data = read_object(path, MAX_VERIFICATION)
+    try:
+        inputs_ok, captured, rows_are = data["inputs_ok"], data["captured"], data["rows_are"]
+        if not isinstance(inputs_ok, bool) or data["reference"] not in ("hf", "self"):
+            raise ValueError("no verification")
+        facts: dict[str, Any] = {
+            "features_match": None if inputs_ok and data["reference"] == "self" else inputs_ok,
+            "rows_are": None if rows_are is None else tuple(int(b) for b in rows_are),
+            "planned": tuple(int(b) for b in data["boundaries"]),
+            "certain": data["decided_by"] != "ambiguous",
+            "wrong_drafts": tuple(_share({"hits": wrong, "total": of}) for wrong, of in data["drafts"]),
+            "wrong_rounded": tuple(_share({"hits": wrong, "total": of}) for wrong, of in data["rounded_drafts"]),
+        }
+        if captured is not None:
+            facts["captured"] = tuple(sorted(int(b) for b in captured))
+        return facts
+    except (KeyError, TypeError, ValueError):
+        raise PlanError(f"{path} is not what `vllm-kimi-eagle3 verify --json` prints") from None
 
 
 def _share(data: Mapping[str, Any]) -> Share:

@@ -9,9 +9,11 @@ which count everybody's requests: other traffic is noticed by the tokens that it
 from __future__ import annotations
 
 import statistics
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -163,8 +165,26 @@ def _ask(client: Client, prompts: Sequence[Prompt], setting: Setting, seed: int 
     _ = client.model  # ask for the name before the threads do
     if setting.concurrency == 1:
         return [one(prompt) for prompt in prompts]
-    with ThreadPoolExecutor(setting.concurrency) as pool:
-        return list(pool.map(one, prompts))
+    # Not a pool of threads: Python would wait for its requests after Ctrl-C, ten minutes if need be.
+    waiting, answers, errors = deque(enumerate(prompts)), dict[int, Answer](), list[Exception]()
+
+    def work() -> None:
+        with suppress(IndexError):
+            while not errors:
+                index, prompt = waiting.popleft()
+                try:
+                    answers[index] = one(prompt)
+                except Exception as error:
+                    errors.append(error)
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(setting.concurrency)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [answers[index] for index in range(len(prompts))]
 
 
 def _row(prompt: Prompt, answers: list[Answer]) -> dict[str, Any]:

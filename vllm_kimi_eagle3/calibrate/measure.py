@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the drafter, teacher-forced, over what the target wrote. On the torch reference.
+"""Run the drafter, teacher-forced, over what the target wrote: on the torch reference, whoever ran the target.
 
 Row i of the drafter holds the target's states of token i and the embedding of token i + 1, and predicts token i + 2. A
 hit is the drafter's first choice being the target's own greedy choice there, which is what greedy verification tests;
@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import torch
 
 from vllm_kimi_eagle3.bench.statistics import Share
 from vllm_kimi_eagle3.calibrate.texts import Written
@@ -45,7 +43,7 @@ def guess(drafter: Drafter, texts: Sequence[Written], boundaries: Boundaries) ->
     drafted, right = list[int](), list[int]()
     hits = 0
     for text in texts:
-        rows = torch.cat([text.streams[b] for b in boundaries], dim=-1)
+        rows = text.rows(boundaries)
         last = len(text.ids) - 1
         normed, _ = drafter.forward(text.ids[1:], drafter.combine_hidden_states(rows[:last]), Cache())
         # Row i predicts what the target says after token i + 1; the first written token follows token prompt - 1.
@@ -107,7 +105,7 @@ def simulate(drafter: Drafter, texts: Sequence[Written], boundaries: Boundaries,
     for text in texts:
         if not text.greedy:
             continue
-        rows = torch.cat([text.streams[b] for b in boundaries], dim=-1)
+        rows = text.rows(boundaries)
         session, seen, newest = drafter.start(), 0, text.prompt
         while newest + k < len(text.ids):
             proposal = session.propose(rows[seen:newest], text.ids[seen + 1 : newest + 1], seen, k)

@@ -25,8 +25,8 @@ class Written:
     Attributes:
         ids: T token ids, prompt and text.
         prompt: how many of them are the prompt.
-        says: (T,), the target's own greedy choice after each token.
-        streams: by boundary, (T, H).
+        says: (T,), the target's own greedy choice after each token, from the prompt's last on.
+        streams: by boundary, (T, H), in the target's dtype.
         greedy: whether the text itself is greedy.
     """
 
@@ -35,6 +35,10 @@ class Written:
     says: Tensor
     streams: dict[int, Tensor]
     greedy: bool
+
+    def rows(self, boundaries: Sequence[int]) -> Tensor:
+        """(T, n * H), the streams side by side, in float32, which is what the drafter is run in."""
+        return torch.cat([self.streams[boundary].float() for boundary in boundaries], dim=-1)
 
 
 def write(

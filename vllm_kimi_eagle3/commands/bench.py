@@ -27,7 +27,7 @@ from vllm_kimi_eagle3.bench.prompts import FIVE, read_prompts
 from vllm_kimi_eagle3.bench.serve import serve
 from vllm_kimi_eagle3.bench.verdict import Name, Verdict, decide
 from vllm_kimi_eagle3.layers import PlanError
-from vllm_kimi_eagle3.layers.files import read_object
+from vllm_kimi_eagle3.layers.files import read_object, require_model
 from vllm_kimi_eagle3.patching.release import installed_release
 
 SUMMARY = "Speed, acceptance by position and the verdict, against a baseline and a control drafter."
@@ -59,6 +59,7 @@ def add_parser(subparsers: Any) -> None:
     asked.add_argument("--ignore-eos", action="store_true", help="always write all tokens")
     given = parser.add_argument_group("what is known already")
     given.add_argument("--calibration", type=Path, metavar="FILE", help="what `calibrate --json` printed")
+    given.add_argument("--verification", type=Path, metavar="FILE", help="what `verify --json` printed")
     given.add_argument("--baseline", type=Path, metavar="FILE", help="an earlier --json of this command")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a report that needs no other file")
     parser.add_argument("--log-dir", type=Path, metavar="DIR", help="keep the logs of the engines here")
@@ -76,8 +77,13 @@ def run(options: argparse.Namespace) -> int:
     earlier = _earlier_baseline(options.baseline, settings) if options.baseline else []
     judged = "server" if options.base_url else "drafter"
     # Whatever can't be read of the pair's files is bad input, to be said before minutes are spent.
-    folders = {"target": _folder(options.target), "drafter": _folder(options.drafter)}
-    evidence_of([], judged, calibration=options.calibration, **folders)
+    known = {
+        "target": _folder(options.target),
+        "drafter": _folder(options.drafter),
+        "calibration": options.calibration,
+        "verification": options.verification,
+    }
+    evidence_of([], judged, **known)
     try:
         for name, client in _clients(options):
             warm_up(client, prompts, max(setting.concurrency for setting in settings))
@@ -89,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
     finally:
         _progress("")
     runs = [*earlier, *runs]
-    evidence = evidence_of(runs, judged, calibration=options.calibration, **folders)
+    evidence = evidence_of(runs, judged, **known)
     verdict = decide(evidence)
     data = to_json(runs, judged, verdict)
     if options.html is not None:
@@ -186,6 +192,9 @@ def _check(options: argparse.Namespace) -> None:
         raise PlanError("--target and --drafter belong together; give both, or neither")
     if options.base_url is not None and options.control is not None:
         raise PlanError("--control starts an engine; beside --base-url give --control-url")
+    for name in ("target", "drafter", "control"):
+        if getattr(options, name) is not None:
+            require_model(f"--{name}", getattr(options, name))
     for name in ("tokens", "repeats", "k"):
         if not 1 <= getattr(options, name) <= 1_000_000:
             raise PlanError(f"--{name} is {getattr(options, name)}, but 1 to 1000000 was expected")

@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_kimi_eagle3 import __version__
 from vllm_kimi_eagle3.layers import PlanError, read_headers
-from vllm_kimi_eagle3.layers.files import load_json, read_bytes, read_config
+from vllm_kimi_eagle3.layers.files import load_json, read_bytes, read_config, require_model
 from vllm_kimi_eagle3.layers.parse import read_drafter, read_target
 from vllm_kimi_eagle3.patching.release import installed_release
+from vllm_kimi_eagle3.verify.start import parse, quiet_stdout, require_vllm, start
 
 if TYPE_CHECKING:
     from vllm_kimi_eagle3.verify.compare import Comparison
@@ -83,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
         PlanError: anything that keeps the comparison from being made; the caller words it and exits with 2.
     """
     _check(options)
-    with _quiet_stdout() as say:
+    with quiet_stdout() as say:
         facts, comparison = _verify(options)
         from vllm_kimi_eagle3.verify import report
 
@@ -102,6 +100,7 @@ def run(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> None:
     """What can be said before an engine is started."""
     for name, value in (("--target", options.target), ("--drafter", options.drafter)):
+        require_model(name, value)
         if Path(value).exists():
             config = read_config(Path(value))
             if name == "--target":
@@ -109,8 +108,6 @@ def _check(options: argparse.Namespace) -> None:
             elif Path(value).is_dir():
                 read_drafter(config)
                 read_headers(Path(value))
-        elif value.startswith((".", "/", "~")) or value.count("/") != 1:
-            raise PlanError(f"{name} {value}: no such folder")
     for name, number in (("--num-speculative-tokens", options.num_speculative_tokens), ("--tokens", options.tokens)):
         if number < 1:
             raise PlanError(f"{name} is {number}; at least 1 was expected")
@@ -127,13 +124,9 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _verify(options: argparse.Namespace) -> tuple[Facts, Comparison]:
-    # The recorder's functions are sent to the workers from this process, and steps are counted here.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    try:
-        import torch
-        import vllm  # noqa: F401  # pyright: ignore[reportUnusedImport]
-    except ImportError as error:
-        raise PlanError(f"verify starts an engine, and vLLM cannot be imported: {error}") from None
+    require_vllm("verify")
+    import torch
+
     from vllm_kimi_eagle3 import activation
     from vllm_kimi_eagle3.verify.compare import compare
     from vllm_kimi_eagle3.verify.drive import CaptureError, Driver
@@ -201,47 +194,21 @@ def _verify(options: argparse.Namespace) -> tuple[Facts, Comparison]:
 
 
 def _engine(options: argparse.Namespace) -> Any:
-    """An engine with the user's arguments.
+    """An engine with the user's arguments, and the drafter.
 
     Raises:
         PlanError: vLLM does not know an argument, or does not start.
     """
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    class Parser(FlexibleArgumentParser):
-        def error(self, message: str) -> Any:
-            # vLLM's own error is preceded by its usage, several screens long.
-            raise PlanError(f"vLLM's arguments: {message}")
-
-    parsed: Any = EngineArgs.add_cli_args(Parser()).parse_args(["--model", options.target, *options.rest])
-    given = {argument.split("=")[0].replace("_", "-") for argument in options.rest if argument.startswith("--")}
-    if "--max-model-len" not in given and Path(options.target).is_dir():
-        # Of a checkpoint's 262144 the comparison needs a few hundred.
-        config = read_config(Path(options.target))
-        inner = config.get("text_config")
-        longest = (inner if isinstance(inner, dict) else config).get("max_position_embeddings")
-        parsed.max_model_len = min(2048, longest) if isinstance(longest, int) else 2048
-    given_config: Any = getattr(parsed, "speculative_config", None) or {}
-    if not isinstance(given_config, dict):
+    parsed = parse(options.target, options.rest)
+    given: Any = getattr(parsed, "speculative_config", None) or {}
+    if not isinstance(given, dict):
         raise PlanError("--speculative-config is no JSON object")
-    speculative: dict[str, Any] = dict(given_config)
+    speculative: dict[str, Any] = dict(given)
     if speculative.get("method", "eagle3") != "eagle3":
         raise PlanError(f"--speculative-config names method {speculative['method']!r}; verify is for eagle3")
     speculative.setdefault("num_speculative_tokens", options.num_speculative_tokens)
     options.num_speculative_tokens = speculative["num_speculative_tokens"]
-    parsed.speculative_config = {**speculative, "method": "eagle3", "model": options.drafter}
-    try:
-        return LLMEngine.from_engine_args(EngineArgs.from_cli_args(parsed))
-    except PlanError:
-        raise
-    except Exception as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        # pydantic says in the first line only how many errors there are.
-        told = [line for word in ("vllm-kimi-eagle3", "Value error, ") for line in lines if word in line]
-        sentence = [*told, *lines][0].partition(" [type=")[0]  # what pydantic adds is of no use here
-        raise PlanError(f"the engine did not start: {sentence[:400]}") from None
+    return start(parsed, speculative_config={**speculative, "method": "eagle3", "model": options.drafter})
 
 
 def _prompts(options: argparse.Namespace, engine: Any, max_model_len: int) -> list[list[int]]:
@@ -332,27 +299,3 @@ def _progress(word: str, done: int, total: int) -> None:
     end = "\n" if done >= total or not sys.stderr.isatty() else ""
     start = "\r" if sys.stderr.isatty() else ""
     print(f"{start}[{'#' * filled}{'.' * (30 - filled)}] {word} {done}/{total}", end=end, file=sys.stderr, flush=True)
-
-
-@contextmanager
-def _quiet_stdout() -> Generator[Callable[[str], None]]:
-    """Everything that prints to stdout goes to stderr, workers and C++ included; the outcome goes to the real one."""
-    sys.stdout.flush()
-    try:
-        real = os.dup(1)
-    except OSError:  # no such file descriptor: nothing to keep clean
-        yield print
-        return
-    os.dup2(2, 1)
-
-    def say(text: str) -> None:
-        sys.stdout.flush()
-        with os.fdopen(os.dup(real), "w", encoding="utf-8", errors="backslashreplace") as stream:
-            stream.write(text + "\n")
-
-    try:
-        yield say
-    finally:
-        sys.stdout.flush()
-        os.dup2(real, 1)
-        os.close(real)

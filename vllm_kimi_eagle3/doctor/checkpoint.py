@@ -348,8 +348,32 @@ def d2t(pair: Pair) -> Iterator[Finding]:
         )
     else:
         yield ok("d2t-unique", "d2t maps every draft id to a token of its own")
+        yield from _in_order(mapped)
     if not outside and pair.tensor("t2d") is not None:
         yield from _compare_t2d(pair, mapped)
+
+
+def _in_order(mapped: list[int]) -> Iterator[Finding]:
+    """Do tokens ascend with draft ids? The trainers known here (SpecForge, speculators, TorchSpec) sort them.
+
+    vLLM maps by the table whatever its order, so another order is no error by itself: a trainer may have sorted
+    otherwise, by frequency for one, and lm_head's rows with it. Weights can't tell; a measurement can.
+    """
+    back = [index for index in range(1, len(mapped)) if mapped[index] <= mapped[index - 1]]
+    if not back:
+        yield ok("d2t-order", "tokens ascend with draft ids, as trainers write them")
+        return
+    at = back[0]
+    yield Finding(
+        "d2t-order",
+        "warning",
+        f"d2t maps draft ids to tokens out of order: {mapped[at - 1]} for id {at - 1}, then {mapped[at]} for id {at},"
+        f" and at {len(back) - 1} more places",
+        "the trainers known here write tokens in ascending order; if lm_head's rows are in that order and the table is"
+        " not, every draft is a wrong token",
+        "run `vllm-kimi-eagle3 calibrate --target DIR --drafter DIR`, which says whether another mapping would predict"
+        " better",
+    )
 
 
 def _compare_t2d(pair: Pair, mapped: list[int]) -> Iterator[Finding]:

@@ -16,8 +16,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from vllm_kimi_eagle3 import __version__
+from vllm_kimi_eagle3 import __version__, watch
 from vllm_kimi_eagle3.doctor.findings import Finding, ok
+from vllm_kimi_eagle3.layers import PlanError
 
 PROBE = Path(__file__).with_name("probe.py")
 PLUGIN = "kimi_eagle3"
@@ -138,6 +139,20 @@ def _switch(report: Report, environment: Mapping[str, str]) -> Iterator[Finding]
         )
     else:
         yield ok("kill-switch", "VLLM_KIMI_EAGLE3 is on")
+    try:
+        chosen = watch.settings(environment)
+    except PlanError as error:
+        yield Finding(
+            "watch", "error", str(error), "a server refuses to start with it", "correct it, or leave it unset"
+        )
+    else:
+        if chosen is not None:
+            yield Finding(
+                "watch",
+                "info",
+                f"servers warn once when fewer than {chosen.below:.0%} of the verify steps accept their first draft"
+                f" over {chosen.minutes:g} min",
+            )
     rule = environment.get("VLLM_KIMI_EAGLE3_LAYER_RULE")
     if rule:
         if rule not in RULES:
@@ -337,7 +352,16 @@ def _gates(report: Report, environment: Mapping[str, str]) -> Iterator[Finding]:
         for entry in entries
         if not entry["error"] and not any(link["module"].startswith("vllm_kimi_eagle3") for link in entry["chain"])
     ]
-    if problems:
+    if len(problems) == len(entries):
+        yield Finding(
+            "gates",
+            "error",
+            f"none of the {len(entries)} methods that the overlay waits for is where it looks: {'; '.join(problems)}",
+            "the overlay is loaded and never asked, so no server is refused either: all run as stock vLLM, wrong layers"
+            " included",
+            "update vllm-kimi-eagle3, or take a vLLM that it knows: this one has another shape",
+        )
+    elif problems:
         yield Finding(
             "gates",
             "error",

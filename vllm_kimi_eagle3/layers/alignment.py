@@ -24,6 +24,7 @@ from .plan import RULES, PlanError
 
 FORMAT = 1
 MAX_RECORD = 256 << 10
+_AGAIN = "delete it and run `vllm-kimi-eagle3 calibrate` again"
 
 
 @dataclass(frozen=True)
@@ -126,8 +127,15 @@ def load(key: str | None, cache: Path | None = None) -> AlignmentRecord | None:
         if not path.is_file():
             return None
     except OSError as error:
-        raise PlanError(f"the alignment record {path} can't be read: {error.strerror}") from None
-    return parse(read_object(path, MAX_RECORD), key, str(path))
+        raise PlanError(
+            f"the alignment record {path} can't be read: {error.strerror}; let this user read its folder, or set"
+            " VLLM_KIMI_EAGLE3_CACHE to one of theirs"
+        ) from None
+    try:
+        return parse(read_object(path, MAX_RECORD), key, str(path))
+    except PlanError as error:
+        # What a reader of files and lists says does not know that this file can be made again.
+        raise error if _AGAIN in str(error) else PlanError(f"alignment record: {error}; {_AGAIN}") from None
 
 
 def save(record: AlignmentRecord, cache: Path | None = None) -> Path:
@@ -155,7 +163,7 @@ def parse(data: Mapping[str, Any], key: str, where: str) -> AlignmentRecord:
     """
 
     def bad(what: str) -> PlanError:
-        return PlanError(f"the alignment record {where} {what}; delete it and run `vllm-kimi-eagle3 calibrate` again")
+        return PlanError(f"the alignment record {where} {what}; {_AGAIN}")
 
     if data.get("format") != FORMAT or data.get("key") != key:
         raise bad(f"has format {describe(data.get('format'))} and key {describe(data.get('key'))}, not its own")

@@ -56,6 +56,22 @@ def local_folder(model: str, revision: str | None = None, cache: str | None = No
     return Path(found).parent if isinstance(found, str) else None
 
 
+def require_model(flag: str, value: str) -> None:
+    """Refuse a model that is neither there nor the name of a repository, which vLLM would fetch.
+
+    Raises:
+        PlanError: a folder that does not exist.
+    """
+    try:
+        there = Path(value).exists()
+    except (OSError, ValueError) as error:
+        raise PlanError(f"{flag} {value[:80]!a} is no path: {getattr(error, 'strerror', None) or error}") from None
+    if not there and (value.startswith((".", "/", "~")) or value.count("/") != 1):
+        raise PlanError(
+            f"{flag} {value[:200]}: no such folder; give a model's folder, or a repository's name such as owner/model"
+        )
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """The ``config.json`` of a model folder; the path may name the file itself.
 

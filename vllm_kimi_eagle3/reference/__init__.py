@@ -22,9 +22,10 @@ from vllm_kimi_eagle3.reference.checkpoint import Checkpoint, load_checkpoint
 from vllm_kimi_eagle3.reference.drafter import Drafter, DrafterSession, Proposal
 from vllm_kimi_eagle3.reference.ops import Cache
 from vllm_kimi_eagle3.reference.speculate import SpeculationTrace, Step, fc_rows, greedy, speculate
-from vllm_kimi_eagle3.reference.target import Target, TargetOutput
+from vllm_kimi_eagle3.reference.target import Borrowed, Target, TargetOutput
 
 __all__ = [
+    "Borrowed",
     "Cache",
     "Checkpoint",
     "Drafter",

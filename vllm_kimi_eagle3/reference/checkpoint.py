@@ -106,6 +106,23 @@ def load_checkpoint(folder: str | Path, *, dtype: torch.dtype = torch.float32, l
     return Checkpoint(folder, config.get("text_config", config), weights if lazy else dict(weights))
 
 
+def load_tensor(folder: str | Path, name: str, *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """One tensor of a checkpoint, quantised elsewhere or not, by its name in a plain one.
+
+    Raises:
+        ValueError: no file stores it, or not as floating point numbers.
+    """
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(path, framework="pt") as f:
+            for stored in f.keys():  # noqa: SIM118 (not a dict)
+                if stored.removeprefix("language_model.") == name:
+                    tensor: Tensor = f.get_tensor(stored)
+                    if not tensor.is_floating_point():
+                        raise ValueError(f"{path}: {stored} is {tensor.dtype}, floating point numbers were expected")
+                    return tensor.to(dtype)
+    raise ValueError(f"{folder}: no file stores {name}")
+
+
 def _plain_name(stored: str) -> str | None:
     """The name in a plain checkpoint, or None for the wrapper's vision part."""
     if stored.startswith(_WRAPPER_ONLY):

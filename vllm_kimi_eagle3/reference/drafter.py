@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vllm_kimi_eagle3.reference.checkpoint import load_checkpoint
 from vllm_kimi_eagle3.reference.ops import GQA, MLA, Cache, Weights, rms_norm, swiglu
-from vllm_kimi_eagle3.reference.target import Target
+from vllm_kimi_eagle3.reference.target import Borrowed, Target
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,9 @@ class Drafter:
         self.draft_to_target = torch.arange(vocab, device=head.device) + offsets
 
     @classmethod
-    def load(cls, folder: str | Path, target: Target | None = None, *, dtype: torch.dtype = torch.float32) -> Drafter:
+    def load(
+        cls, folder: str | Path, target: Target | Borrowed | None = None, *, dtype: torch.dtype = torch.float32
+    ) -> Drafter:
         """Read a drafter; embeddings and lm_head that its checkpoint lacks are borrowed from ``target``.
 
         Raises:

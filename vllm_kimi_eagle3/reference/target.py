@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm_kimi_eagle3.reference.checkpoint import LazyWeights, load_checkpoint
+from vllm_kimi_eagle3.reference.checkpoint import LazyWeights, load_checkpoint, load_tensor
 from vllm_kimi_eagle3.reference.ops import MLA, Cache, Weights, rms_norm, swiglu
 
 
@@ -34,6 +34,28 @@ class TargetOutput:
     boundaries: Tensor
     normed: Tensor
     logits: Tensor
+
+
+class Borrowed:
+    """What a drafter borrows of a target, and nothing else of it: for targets too large, or quantised, to be run here.
+
+    Args:
+        folder: the target's; the matrices have to be stored as they are, which quantised checkpoints do.
+        tied: whether the target's lm_head is its embedding.
+    """
+
+    def __init__(self, folder: str | Path, *, tied: bool = False) -> None:
+        self.folder, self.tied = folder, tied
+
+    @property
+    def embed_weight(self) -> Tensor:
+        """(V, H); raises ValueError when no file stores it."""
+        return load_tensor(self.folder, "model.embed_tokens.weight")
+
+    @property
+    def lm_head_weight(self) -> Tensor:
+        """(V, H); raises ValueError when no file stores it."""
+        return self.embed_weight if self.tied else load_tensor(self.folder, "lm_head.weight")
 
 
 class Target:

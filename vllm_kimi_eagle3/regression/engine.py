@@ -30,7 +30,7 @@ _ERROR = re.compile(r"^(\([^)]*\) )?(\w+ [\d:. -]+\[\S+\] )?[\w.]*(Error|Excepti
 Request = tuple[Sequence[int], int, Sequence[int]] | tuple[Sequence[int], int, Sequence[int], int]
 """Prompt ids, max_tokens, stop token ids, and the step before which it joins."""
 Round = Sequence[Request] | dict[str, Any]
-"""A batch; or one that a tamper spoils, {"requests": …, "tamper": …}."""
+"""A batch; or one that something spoils, {"requests": …, "tamper": …}, see engine_probe.py."""
 
 
 class EngineFailed(AssertionError):

@@ -6,13 +6,15 @@
 The job: ``engine`` (arguments of LLM), ``rounds``, ``toys`` (see ``tampers.captured_subsets``), ``proxy`` (a target of
 the overlay's to replace by a wrapt proxy) and ``timed`` (a list of requests to serve once for each line of stdin). A
 round is a list of requests [prompt_ids, max_tokens, stop_token_ids, joins_at] that run as one batch, or {"requests":
-such a list, "tamper": a name in ``TAMPERS``}. The drafter's calls are recorded where the engine core lives in this
-process.
+such a list, "tamper": a name in ``TAMPERS``, "k": how many to draft, "weights": a folder whose drafter to run,
+"observe": of how many requests to keep the drafter's calls}. The drafter's calls are recorded where the engine core
+lives in this process.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import time
 from pathlib import Path
@@ -22,6 +24,7 @@ import torch
 from vllm import LLM
 
 from vllm_kimi_eagle3.regression import observe, tampers
+from vllm_kimi_eagle3.verify import capture
 from vllm_kimi_eagle3.verify.drive import Driver, Request
 
 
@@ -35,6 +38,44 @@ def model_runner(llm: Any) -> Any:
     """The model runner, or None when the engine core is a process of its own."""
     core: Any = getattr(llm.llm_engine.engine_core, "engine_core", None)
     return core and core.model_executor.driver_worker.worker.model_runner
+
+
+class Said(logging.Handler):
+    """What the overlay warns of, since the last look."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+        logging.getLogger("vllm.kimi_eagle3").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep it."""
+        self.messages.append(record.getMessage())
+
+    def take(self) -> list[str]:
+        """Hand over what was said since the last time."""
+        taken, self.messages = self.messages, []
+        return taken
+
+
+def scheduler_methods() -> dict[str, tuple[str, str]]:
+    """Of the scheduler's methods that the watch may touch: the type, and the module that wrote what is there."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    found = {name: vars(Scheduler)[name] for name in ("__init__", "make_spec_decoding_stats")}
+    return {name: (type(function).__name__, function.__module__) for name, function in found.items()}
+
+
+def spoil(runner: Any, options: dict[str, Any]) -> list[tampers.Undo]:
+    """Everything that a round's options change; returns what changes it back."""
+    undo: list[tampers.Undo] = []
+    if options.get("weights"):
+        undo.append(tampers.other_weights(runner, options["weights"]))
+    if options.get("k") is not None:
+        undo.append(tampers.drafting(runner, options["k"]))
+    if options.get("tamper"):
+        undo.append(tampers.TAMPERS[options["tamper"]](runner))
+    return undo
 
 
 def serve_on_demand(llm: Any, requests: list[Request]) -> None:
@@ -70,19 +111,29 @@ def main(job_file: str, result_file: str) -> None:
     result |= driver.info
     if runner is not None:
         result["expanded"] = observe.expanded_parameters()
+    said = Said()
     for entry in job["rounds"]:
-        requests, tamper = (entry["requests"], entry["tamper"]) if isinstance(entry, dict) else (entry, None)
+        options: dict[str, Any] = entry if isinstance(entry, dict) else {"requests": entry}
         before = counters(llm)
-        undo = tampers.TAMPERS[tamper](runner) if tamper else None
-        served = driver.run([Request(*request) for request in requests])
-        if undo is not None:
-            undo()
+        undo = spoil(runner, options)
+        captured = capture.captured_boundaries(runner) if observed else None
+        # Not the clock's: on a busy machine that measures the others' work.
+        start = time.process_time() + tampers.SLEPT[0]
+        served = driver.run([Request(*request) for request in options["requests"]])
+        seconds = time.process_time() + tampers.SLEPT[0] - start
+        for mend in reversed(undo):
+            mend()
         after = counters(llm)
         result["rounds"].append(
             {
                 "output_ids": [s.output_ids for s in served],
                 "counters": {n: [int(a - b) for a, b in zip(after[n], before[n], strict=True)] for n in after},
-                "calls": [{**vars(call), "of": i} for i, s in enumerate(served) for call in s.calls],
+                "calls": [
+                    {**vars(call), "of": i} for i, s in enumerate(served[: options.get("observe")]) for call in s.calls
+                ],
+                "captured": captured,
+                "seconds": seconds,
+                "said": said.take(),
             }
         )
     if job.get("timed"):
@@ -91,6 +142,8 @@ def main(job_file: str, result_file: str) -> None:
         result["toys"] = tampers.captured_subsets(llm, runner, **job["toys"])
     if runner is not None and job["engine"].get("dtype") == "float16":
         result["embeddings change"] = observe.embeddings_change(runner)
+    if runner is not None:
+        result["scheduler"] = scheduler_methods()
     activation = sys.modules.get("vllm_kimi_eagle3.activation")
     result["overlay_loaded"] = activation is not None
     if activation is not None:

@@ -58,7 +58,9 @@ class _Recorder:
     dropped: int = 0
     calls: list[Call] = field(default_factory=list[Call])
     undo: list[str] = field(default_factory=list[str])
+    hooks: list[Any] = field(default_factory=list[Any])
     received: tuple[Tensor, Tensor] | None = None
+    embedded: bool = False
 
     def add(self, request: str, rows: Tensor, ids: Tensor, positions: Tensor, drafts: Tensor, scheduled: int) -> None:
         kept = rows.detach().to("cpu", copy=True) if self.rank == 0 else rows.detach().float().norm(dim=-1).cpu()
@@ -124,6 +126,8 @@ def remove(worker: Any) -> None:
     recorder: _Recorder = getattr(worker.model_runner, _ATTRIBUTE)
     for name in recorder.undo:
         delattr(recorder.owner, name)
+    for hook in recorder.hooks:
+        hook.remove()
     delattr(worker.model_runner, _ATTRIBUTE)
 
 
@@ -159,7 +163,19 @@ def _record_v1(runner: Any, recorder: _Recorder) -> None:
         # The buffers that the drafter's model reads, not what they were made from.
         count = result[0]
         recorder.received = drafter.input_ids[:count].clone(), drafter._get_positions(count).clone()
+        recorder.embedded = False
         return result
+
+    def embedding(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        # What the first pass really embeds. Its ids, or rows: -1 stands for a row that is not its id's.
+        if recorder.received is None or recorder.embedded:
+            return
+        recorder.embedded = True
+        ids, rows = recorder.received[0], kwargs.get("inputs_embeds")
+        if kwargs.get("input_ids") is not None:
+            ids.copy_(kwargs["input_ids"][: len(ids)])
+        elif rows is not None and hasattr(model, "embed_input_ids"):
+            ids[(rows[: len(ids)] != model.embed_input_ids(ids)).any(-1)] = -1
 
     def recording(*args: Any, **kwargs: Any) -> Any:
         # The engine reuses its buffers and changes its metadata: copy before it runs.
@@ -177,6 +193,8 @@ def _record_v1(runner: Any, recorder: _Recorder) -> None:
         recorder.step += 1
         return drafts
 
+    if isinstance(drafter.model, torch.nn.Module):  # a wrapper for CUDA graphs is none
+        recorder.hooks.append(drafter.model.register_forward_pre_hook(embedding, with_kwargs=True))
     recorder.replace("set_inputs_first_pass", set_inputs_first_pass)
     recorder.replace("propose", recording)
 

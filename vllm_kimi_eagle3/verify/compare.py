@@ -63,6 +63,7 @@ class Situation:
     cells: dict[int, list[float]] = field(default_factory=dict[int, list[float]])
     wrong_drafts: int | None = None
     wrong_ids: int = 0
+    inputs_ok: bool = True
     ok: bool = True
 
     @property
@@ -95,6 +96,14 @@ class Comparison:
     problems: list[str]
     rows: int = 0
     """Rows compared; a row counts in each of its situations, but here once."""
+    inputs_ok: bool = False
+    """Whether all rows, ids and positions are right, whatever was drafted from them."""
+    rows_are: list[int] | None = None
+    """Where rows differ: the boundaries whose states they are, in the order of the columns; None if unknown."""
+    drafts: list[list[int]] = field(default_factory=list[list[int]])
+    """By position [wrong, of]: drafts that are not the oracle's, of those whose forerunners in the call are."""
+    rounded_drafts: list[list[int]] = field(default_factory=list[list[int]])
+    """The same for the oracle's own drafts from features in the engine's dtype."""
 
     @property
     def ok(self) -> bool:
@@ -194,6 +203,8 @@ def compare(
     by_situation: dict[str, list[Tensor]] = {}
     total = 0
     wrong = {"ours": 0, "reference": 0, "calls": 0}
+    ours, noise = list[list[int]](), list[list[int]]()
+    differing: list[tuple[list[int], Call, Tensor]] = []
     exact = dtype == "float32"
     for done, one in enumerate(served):
         if progress is not None and done:
@@ -212,6 +223,10 @@ def compare(
         nearby = None if rounded is None else oracle.drafts(rounded, tokens, one.calls)
         for index, call in enumerate(one.calls):
             off = expected is not None and call.drafts != expected[index]
+            if expected is not None:
+                _count(ours, call.drafts, expected[index])
+                if nearby is not None:
+                    _count(noise, nearby[index], expected[index])
             wrong["calls"] += 1
             wrong["ours"] += off
             wrong["reference"] += expected is not None and nearby is not None and nearby[index] != expected[index]
@@ -224,6 +239,7 @@ def compare(
                 continue
             errors = _errors(call.rows.float(), rows, len(boundaries))
             total += len(errors)
+            differing.append((tokens, call, errors))
             for name in names[id(call)]:
                 s = situations.setdefault(name, Situation(name, boundaries, errors=[0.0] * len(boundaries)))
                 _add(s, call, errors)
@@ -245,13 +261,56 @@ def compare(
         # Written so that NaN fails.
         s.ok = not s.wrong_ids and all(e <= b for e, b in zip(s.errors, s.bars, strict=True))
         s.ok = s.ok and all(e <= b for e, b in zip(s.median, s.median_bars or s.bars, strict=True))
+        s.inputs_ok = s.ok
         s.ok = s.ok and not (exact and s.wrong_drafts)
+    inputs_ok = bool(situations) and not problems and all(s.inputs_ok for s in situations.values())
+    largest = max((bar for s in situations.values() for bar in s.bars), default=0.0)
+    rows_are = None
+    if not inputs_ok:
+        # Written so that NaN counts as different.
+        worst = [(tokens, call) for tokens, call, errors in differing if not errors.max() <= largest][:_ENOUGH]
+        rows_are = _whose(worst, oracle, boundaries, largest)
+    if rows_are is not None:
+        problems.insert(0, f"the rows are the states of boundaries {rows_are}, not of {list(boundaries)}")
     if not exact and wrong["reference"] and wrong["ours"] > 2 * wrong["reference"] + 0.05 * wrong["calls"]:
         problems.append(
             f"{wrong['ours']} of {wrong['calls']} drafter calls proposed other tokens than the reference, which itself"
             f" proposes other ones at {wrong['reference']} in {dtype}"
         )
-    return Comparison(situations, problems[:_MOST_PROBLEMS], total)
+    return Comparison(situations, problems[:_MOST_PROBLEMS], total, inputs_ok, rows_are, ours, noise)
+
+
+def _count(counts: list[list[int]], drafts: Sequence[int], expected: Sequence[int]) -> None:
+    """Count one call's drafts up to the first wrong one: what comes behind that was drafted from another text."""
+    for i, (draft, right) in enumerate(zip(drafts, expected, strict=False)):
+        if i == len(counts):
+            counts.append([0, 0])
+        counts[i][0] += draft != right
+        counts[i][1] += 1
+        if draft != right:
+            return
+
+
+def _whose(
+    differing: Sequence[tuple[list[int], Call]], oracle: Oracle, boundaries: Sequence[int], bar: float
+) -> list[int] | None:
+    """Which boundary each column of these calls' rows is; None unless every column is one and some are wrong ones."""
+    columns: list[Tensor] = []
+    for tokens, call in differing:
+        states = oracle.every(tokens)
+        if states is None:
+            return None
+        kept = [i for i, position in enumerate(call.positions) if position < len(states)][-_ENOUGH:]
+        if kept:
+            want = states[[call.positions[i] for i in kept]].double()  # (R, L + 1, H)
+            got = call.rows[kept].unflatten(1, (len(boundaries), -1)).double()  # (R, n, H)
+            away = (got[:, :, None] - want[:, None]).norm(dim=-1) / want.norm(dim=-1).clamp_min(1e-30)[:, None]
+            columns.append(away)
+    if not columns:
+        return None
+    error, boundary = torch.cat(columns).amax(0).min(-1)  # over rows, then the nearest boundary
+    found: list[int] = boundary.tolist()
+    return found if bool((error <= bar).all()) and found != list(boundaries) else None
 
 
 def _errors(got: Tensor, want: Tensor, count: int) -> Tensor:

@@ -21,6 +21,9 @@ from vllm_kimi_eagle3.reference import Cache, Drafter, Target
 from vllm_kimi_eagle3.verify.capture import Call
 from vllm_kimi_eagle3.verify.drive import CaptureError, Driver, Request
 
+EVERY_BYTES = 256 << 20
+"""Most memory for the states of all boundaries."""
+
 
 class Oracle(Protocol):
     """The expected features of a token sequence, and where it can tell, the expected drafts."""
@@ -35,6 +38,10 @@ class Oracle(Protocol):
 
     def drafts(self, features: Tensor, tokens: Sequence[int], calls: Sequence[Call]) -> list[list[int]] | None:
         """What each call should have proposed, given (T, n * H) features of ``tokens``. None: unknown."""
+        ...
+
+    def every(self, tokens: Sequence[int]) -> Tensor | None:
+        """(T', L + 1, H), the states of all boundaries for the first T' tokens, to tell what wrong rows are."""
         ...
 
 
@@ -73,6 +80,13 @@ class CheckpointOracle:
     def rounded(self, tokens: Sequence[int]) -> Tensor | None:
         """See ``Oracle``."""
         return None if self._same_dtype is None else self._same_dtype.features(tokens, self.boundaries).float()
+
+    def every(self, tokens: Sequence[int]) -> Tensor | None:
+        """See ``Oracle``; as many tokens as ``EVERY_BYTES`` hold."""
+        count = self.target.num_layers + 1
+        room = EVERY_BYTES // (4 * count * int(self.target.config["hidden_size"]))
+        features = self.target.features(tokens[: max(1, room)], range(count))
+        return features.unflatten(1, (count, -1))
 
     @torch.inference_mode()
     def drafts(self, features: Tensor, tokens: Sequence[int], calls: Sequence[Call]) -> list[list[int]] | None:
@@ -118,4 +132,8 @@ class PrefillOracle:
 
     def drafts(self, features: Tensor, tokens: Sequence[int], calls: Sequence[Call]) -> list[list[int]] | None:
         """Unknown: there is no second drafter."""
+        return None
+
+    def every(self, tokens: Sequence[int]) -> Tensor | None:
+        """Unknown: the engine shows the boundaries that it captures, and no others."""
         return None

@@ -71,8 +71,12 @@ def to_json(facts: Facts, comparison: Comparison) -> dict[str, Any]:
     """Keys as ``verify --json`` prints them."""
     return {
         "ok": comparison.ok,
+        "inputs_ok": comparison.inputs_ok,
         "max_relative_error": comparison.max_relative_error,
         "rows": comparison.rows,
+        "rows_are": comparison.rows_are,
+        "drafts": comparison.drafts,
+        "rounded_drafts": comparison.rounded_drafts,
         "situations": [s.to_json() for s in comparison.situations.values()],
         "not_reached": not_reached(comparison),
         "problems": comparison.problems,
