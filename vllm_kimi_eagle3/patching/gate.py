@@ -7,12 +7,16 @@ traces may be wrapped like this.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import wrapt
+
+_WRAPPERS = 64
+"""How many functions over ours are looked through."""
 
 
 class Gate:
@@ -50,13 +54,33 @@ class Gate:
             try:
                 owner = getattr(module, self._class_name)
                 original = vars(owner)[self._attribute]
-                wrapper = wrapt.FunctionWrapper(original, self._look)
+                wrapper = wrapt.FunctionWrapper(original, self._pass)
                 setattr(owner, self._attribute, wrapper)
                 self._original, self._wrapper = original, wrapper
                 self.error = None  # a first try may have met the module half imported
             except Exception as error:
                 what = f"{self.module}.{self._class_name}.{self._attribute}"
                 self.error = f"{what} cannot be wrapped ({type(error).__name__}: {error})"
+
+    def _pass(self, wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+        # Where somebody has wrapped the wrapper, it stays after remove(), and must do nothing.
+        if not self._enabled:
+            return wrapped(*args, **kwargs)
+        return self._look(wrapped, instance, args, kwargs)
+
+    @property
+    def problem(self) -> str | None:
+        """Why configurations do not come by here, in one sentence; None when they do, or its module is not imported.
+
+        A wrapper that somebody has put over ours is no problem, as far as it can be seen to hold ours.
+        """
+        with self._lock:
+            if self._wrapper is None or self.error is not None:
+                return self.error
+            found = vars(getattr(sys.modules[self.module], self._class_name)).get(self._attribute)
+            if _holds(found, self._wrapper):
+                return None
+            return f"{self.module}.{self._class_name}.{self._attribute} was replaced after us by somebody else"
 
     def remove(self) -> list[str]:
         """Put the original back, unless somebody has wrapped the wrapper: then say so, in a list of one."""
@@ -71,3 +95,31 @@ class Gate:
         setattr(owner, self._attribute, self._original)
         self._wrapper = None
         return []
+
+
+def _holds(function: Any, wrapper: Any) -> bool:
+    """Whether ``function`` is ``wrapper``, or visibly leads to it."""
+    waiting, seen = [function], [function]
+    while waiting and len(seen) <= _WRAPPERS:
+        found = waiting.pop()
+        if found is wrapper:
+            return True
+        for inner in _inner(found):
+            if not any(inner is known for known in seen):
+                waiting.append(inner)
+                seen.append(inner)
+    return False
+
+
+def _inner(function: Any) -> Iterator[Any]:
+    """What a function may wrap: by its attribute, as a partial, or as a name of its closure or its module."""
+    yield from (value for name in ("__wrapped__", "func", "__func__") if (value := getattr(function, name, None)))
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # a cell that is not filled yet
+            if callable(cell.cell_contents):
+                yield cell.cell_contents
+    names = getattr(function, "__globals__", {})
+    yield from (names[name] for name in code.co_names if isinstance(names.get(name), wrapt.FunctionWrapper))
