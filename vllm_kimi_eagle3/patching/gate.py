@@ -11,6 +11,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 import wrapt
@@ -39,12 +40,13 @@ class Gate:
         """Wrap the method now, or as soon as its module is imported. Idempotent and thread-safe."""
         with self._lock:
             self._enabled = True
-            if self.module in sys.modules:
-                self._wrap(sys.modules[self.module])
-            elif not self._hooked:
+            module = sys.modules.get(self.module)
+            if module is None and not self._hooked:
                 # A hook cannot be taken back; after remove() it finds the gate disabled.
                 self._hooked = True
                 wrapt.register_post_import_hook(self._wrap, self.module)
+            elif module is not None and not _when_imported(module, self.install):
+                self._wrap(module)
 
     def _wrap(self, module: Any) -> None:
         # Must not raise: an error in an import hook fails the import, for everybody.
@@ -95,6 +97,31 @@ class Gate:
         setattr(owner, self._attribute, self._original)
         self._wrapper = None
         return []
+
+
+class _Importing(ModuleSpec):
+    """The specification of a module that is being imported, until the import system says that it is done."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "_initializing" and not value:
+            self.__class__ = ModuleSpec
+            for call in self.__dict__.pop("_kimi_eagle3_waiting"):
+                call()
+
+
+def _when_imported(module: Any, call: Callable[[], None]) -> bool:
+    """Call later, if the module is still being imported; False if it is not, or nobody can tell.
+
+    A plugin may be loaded by an import that is under way. No hook of wrapt's comes then: the module is already in
+    ``sys.modules``, half made. What always comes is the import system's note in the module's specification.
+    """
+    spec = getattr(module, "__spec__", None)
+    if type(spec) not in (ModuleSpec, _Importing) or not getattr(spec, "_initializing", False):
+        return False
+    spec.__class__ = _Importing
+    spec.__dict__.setdefault("_kimi_eagle3_waiting", []).append(call)
+    return bool(spec._initializing)  # another thread may have finished it by now
 
 
 def _holds(function: Any, wrapper: Any) -> bool:
