@@ -12,14 +12,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from .files import read_object
+from .files import inside, read_object
 from .headers import CheckpointHeaders
-from .parse import describe, read_drafter, read_ids, read_target
+from .parse import MAX_LAYERS, describe, read_drafter, read_ids, read_target
 from .plan import RULES, PlanError
 
 FORMAT = 1
@@ -123,20 +124,31 @@ def load(key: str | None, cache: Path | None = None) -> AlignmentRecord | None:
             return None
     path = record_path(key, cache)
     try:
-        if not path.is_file():
-            return None
+        path.stat()
+    except FileNotFoundError:
+        return None
     except OSError as error:
         raise PlanError(f"the alignment record {path} can't be read: {error.strerror}") from None
-    return parse(read_object(path, MAX_RECORD), key, str(path))
+    return parse(read_object(inside(path.parent, path), MAX_RECORD), key, str(path))
 
 
 def save(record: AlignmentRecord, cache: Path | None = None) -> Path:
     """Write a record, whole or not at all, and return its path. ``OSError`` passes through."""
     path = record_path(record.key, cache)
+    text = json.dumps(record.to_json(), indent=1) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}.tmp")
-    partial.write_text(json.dumps(record.to_json(), indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)
+    # A name of its own: many processes and threads may measure at once, and a link that lies there is not followed.
+    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f"{record.key[:12]}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fchmod(file.fileno(), 0o644)
+            os.fsync(file.fileno())
+        Path(partial).replace(path)
+    except BaseException:
+        Path(partial).unlink(missing_ok=True)
+        raise
     return path
 
 
@@ -160,7 +172,7 @@ def parse(data: Mapping[str, Any], key: str, where: str) -> AlignmentRecord:
     if data.get("format") != FORMAT or data.get("key") != key:
         raise bad(f"has format {describe(data.get('format'))} and key {describe(data.get('key'))}, not its own")
     layers, rule = data.get("num_layers"), data.get("rule")
-    if isinstance(layers, bool) or not isinstance(layers, int) or layers < 1:
+    if isinstance(layers, bool) or not isinstance(layers, int) or not 1 <= layers <= MAX_LAYERS:
         raise bad(f"has num_layers {describe(layers)}")
     ids = None if data.get("ids") is None else read_ids(data["ids"], f"ids of the alignment record {where}")
     boundaries = read_ids(data.get("boundaries"), f"boundaries of the alignment record {where}")
