@@ -181,7 +181,7 @@ KNOWN = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U64", "U32", "
 SOUND = save(TENSORS)
 
 
-@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.integers(0, len(SOUND) - 1), st.integers(0, 255)), max_size=6), st.integers(0, len(SOUND)))
 def test_bytes_changed_and_files_cut(tmp_path, changes, keep):
     content = bytearray(SOUND)
@@ -198,7 +198,7 @@ def test_bytes_changed_and_files_cut(tmp_path, changes, keep):
             assert set(file.keys()) == set(tensors)
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary(max_size=200), st.booleans())
 def test_arbitrary_bytes(tmp_path, content, framed):
     with contextlib.suppress(PlanError):
