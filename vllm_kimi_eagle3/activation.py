@@ -256,8 +256,8 @@ def receive(record: Record) -> None:
     problem = None
     if here == "off" or (here == "stock" and "plan" in record):
         problem = (
-            f"vllm-kimi-eagle3: this server was configured with the overlay, but VLLM_KIMI_EAGLE3 is {here!r} in process"
-            f" {os.getpid()}, which is to serve it; set it alike in every process of the server"
+            "vllm-kimi-eagle3: this server was configured with the overlay, but VLLM_KIMI_EAGLE3 is"
+            f" {here!r} in process {os.getpid()}, which is to serve it; set it alike in every process of the server"
         )
     elif made_by != __version__:
         problem = (

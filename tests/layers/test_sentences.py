@@ -228,8 +228,8 @@ CHANGES: list[dict[str, Any]] = [
     {"measured_on": 7},
 ]  # fmt: skip
 VALUES: list[Any] = [
-    None, True, False, 7, -1.5, 1 << 64, (1 << 64) - 1, "x" * 40, "x" * 41, "ä\n", [1, [2], {}, "x"], (1,), list(range(8)),
-    list(range(9)), {"a": 1}, b"x", {1},
+    None, True, False, 7, -1.5, 1 << 64, (1 << 64) - 1, "x" * 40, "x" * 41, "ä\n", [1, [2], {}, "x"], (1,),
+    list(range(8)), list(range(9)), {"a": 1}, b"x", {1},
 ]  # fmt: skip
 
 

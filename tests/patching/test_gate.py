@@ -97,9 +97,7 @@ def test_a_gate_waits_for_its_module(tmp_path: Path, monkeypatch: pytest.MonkeyP
     del sys.modules["awaited_module"]
 
 
-def test_a_gate_that_is_installed_while_its_module_is_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gate_that_is_installed_while_its_module_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     seen: list[Any] = []
     gates = [Gate("half_module", "Config", name, passing(seen)) for name in ("check", "other")]
@@ -168,11 +166,12 @@ def over(function: Any, how: str) -> Any:
 
 
 @pytest.mark.parametrize("how", ["closure", "wraps", "partial", "global", "wrapt", "deep"])
-def test_a_wrapper_over_ours_is_no_problem(guarded: types.ModuleType, how: str) -> None:
+@pytest.mark.parametrize("taken", ["as it lies there", "from its class"])
+def test_a_wrapper_over_ours_is_no_problem(guarded: types.ModuleType, how: str, taken: str) -> None:
     seen: list[Any] = []
     gate = Gate("guarded_module", "Config", "check", passing(seen))
     gate.install()
-    theirs = over(vars(guarded.Config)["check"], how)
+    theirs = over(guarded.Config.check if taken == "from its class" else vars(guarded.Config)["check"], how)
     guarded.Config.check = theirs
     assert gate.problem is None
     # It is not undone, and ours stays below it in silence.

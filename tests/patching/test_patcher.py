@@ -224,7 +224,9 @@ def test_what_refuses_to_be_set_leaves_no_trace(module: types.ModuleType) -> Non
     with pytest.raises(TypeError):
         patcher.for_fix("x").replace("builtins:int.bit_length", None)
     assert patcher.patched() == [] and patcher.revert() == []
-    with pytest.raises(PatchConflict, match=r"^patched_module:Child\.own\.deep\.er does not exist in this vLLM: no deep"):
+    with pytest.raises(
+        PatchConflict, match=r"^patched_module:Child\.own\.deep\.er does not exist in this vLLM: no deep"
+    ):
         patcher.for_fix("x").replace("patched_module:Child.own.deep.er", None)
     with pytest.raises(PatchConflict, match=r"^patched_module:Child\.absent does not exist in this vLLM$"):
         patcher.for_fix("x").replace("patched_module:Child.absent", None)

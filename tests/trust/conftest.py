@@ -31,11 +31,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def answer(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """Run a script of this folder on a job in a fresh interpreter, and return what it wrote."""
+def vllm_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all: it holds nothing but what vLLM notes about its own model classes, seconds each."""
+    return tmp_path_factory.mktemp("vllm_cache")
 
-    # One for all: it holds nothing but what vLLM notes about its own model classes, seconds each.
-    cache = tmp_path_factory.mktemp("vllm_cache")
+
+@pytest.fixture(scope="session")
+def answer(tmp_path_factory: pytest.TempPathFactory, vllm_cache: Path) -> Callable[..., Any]:
+    """Run a script of this folder on a job in a fresh interpreter, and return what it wrote."""
 
     def run(script: str, job: Any, seconds: float = 500, **environment: str) -> Any:
         folder = tmp_path_factory.mktemp("run")
@@ -45,7 +48,7 @@ def answer(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
             env={
                 **os.environ,
                 "VLLM_KIMI_EAGLE3": "on",
-                "VLLM_CACHE_ROOT": str(cache),
+                "VLLM_CACHE_ROOT": str(vllm_cache),
                 "VLLM_CPU_KVCACHE_SPACE": "1",
                 **environment,
             },

@@ -18,10 +18,13 @@ import os
 import pickle
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from io import BytesIO
 from pathlib import Path
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 GATED = ("vllm.config.vllm", "vllm.config.speculative", "vllm.v1.worker.worker_base")
@@ -51,12 +54,17 @@ def load(scenario: dict[str, Any], answer: dict[str, Any]) -> None:
             thread.join()
 
 
-def prepare(scenario: dict[str, Any], job: dict[str, Any], answer: dict[str, Any]) -> None:
-    """Import vLLM and load its plugins, in the scenario's order."""
+def other_plugin(scenario: dict[str, Any], job: dict[str, Any]) -> None:
+    """Install the other plugin, so that it is found before ours or after it."""
     kind, _, order = scenario["other"].partition(" ")
     if kind != "none":
         folder = str(Path(job["plugins"]) / kind)
         sys.path.insert(0, folder) if order == "first" else sys.path.append(folder)
+
+
+def prepare(scenario: dict[str, Any], job: dict[str, Any], answer: dict[str, Any]) -> None:
+    """Import vLLM and load its plugins, in the scenario's order."""
+    other_plugin(scenario, job)
     if scenario["imported"] == "during":
         done: list[str] = []
 
@@ -99,7 +107,8 @@ def state() -> dict[str, Any]:
         links = list(chain(vars(owner)[gate._attribute]))
         ours = [link for link in links if getattr(link, "_self_wrapper", None) == gate._pass]
         found["gates"][gate._attribute + " of " + gate._class_name] = [len(ours), gate.problem]
-        found["theirs"] += sum(str(getattr(link, "__module__", "")).startswith("other_plugin") for link in links)
+        named = [link.__module__ for link in links if type(link) is FunctionType]
+        found["theirs"] += sum(str(name).startswith("other_plugin") for name in named)
     return found
 
 
@@ -151,17 +160,35 @@ def shadow(activation: Any, config: Any) -> dict[str, Any]:
 def play(scenario: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
     """One scenario in this process and, where it is another's, in a process that is made from it."""
     answer: dict[str, Any] = {}
+    if scenario["process"] == "registry" and scenario["start"] == "fork":
+        answer["registry"] = forked(lambda: registry_process(scenario, job))
     prepare(scenario, job, answer)
-    if scenario["process"] == "registry":
-        # vLLM's own way: a fresh interpreter, whatever the start method is.
+    if scenario["process"] == "registry" and scenario["start"] == "spawn":
         from vllm.model_executor.models.registry import _run_in_subprocess
 
-        sys.modules["loading"] = sys.modules[__name__]
         os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
-        answer["registry"] = _run_in_subprocess(registry_state)
+        try:
+            answer["registry"] = _run_in_subprocess(registry_state)
+        except RuntimeError as error:
+            answer["registry"] = {"loader": str(error)}
     if scenario["process"] in ("engine core", "worker") and scenario["start"] == "fork":
         return {**answer, **forked(lambda: serve(scenario, job))}
     return {**answer, **serve(scenario, job)}
+
+
+def registry_process(scenario: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
+    """What vLLM's registry runs in its subprocess, in a fork that has imported nothing of vLLM."""
+    other_plugin(scenario, job)
+    from vllm.model_executor.models.registry import _run
+
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out"
+        sys.stdin = SimpleNamespace(buffer=BytesIO(pickle.dumps((registry_state, str(out)))))  # type: ignore[assignment]
+        try:
+            _run()
+        except RuntimeError as error:
+            return {"loader": str(error)}
+        return pickle.loads(out.read_bytes())
 
 
 def registry_state() -> dict[str, Any]:
@@ -215,7 +242,9 @@ def main(job_file: str, result_file: str) -> None:
             file, out = f"{result_file}.job", f"{result_file}.one"
             Path(file).write_text(json.dumps({**job, "only": scenario}))
             Path(out).write_text(json.dumps({"raised": "it died"}))
-            done = subprocess.run([sys.executable, __file__, file, out], capture_output=True, text=True, timeout=SECONDS)
+            done = subprocess.run(
+                [sys.executable, __file__, file, out], capture_output=True, text=True, timeout=SECONDS
+            )
             answer = json.loads(Path(out).read_text())
             if done.returncode:
                 answer["raised"] = done.stderr[-2000:]

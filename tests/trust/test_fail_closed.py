@@ -8,6 +8,7 @@ goes through all of it (``failing_fixes.py``); the tests here look at what it sa
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,6 +90,25 @@ def test_a_configuration_that_fails_is_one_server_s(seen: dict[str, Any]) -> Non
     assert first is None and third is None
     assert "D6 nested-layer-ids is FAILED: for this server: KeyError: 'only here'" in second
     assert seen["configure"]["installed"] == ["vllm.config.speculative:SpeculativeConfig.compute_hash"]
+
+
+def test_uninstalling_leaves_no_cached_artefact(
+    seen: dict[str, Any], answer: Callable[..., Any], models: dict[str, str], vllm_cache: Path, tmp_path: Path
+) -> None:
+    """What vLLM caches of model classes is, byte for byte, what it caches without the overlay.
+
+    Compiled graphs are another matter: their key knows the plan, ``tests/engine/test_cache_key.py``.
+    """
+    off = answer("configure.py", models, VLLM_KIMI_EAGLE3="off", VLLM_CACHE_ROOT=str(tmp_path / "off"))
+    assert off == {"overlay": False}
+    with_overlay, without = (
+        {f.relative_to(r): f.read_bytes() for f in r.rglob("*.json")} for r in (vllm_cache, tmp_path)
+    )
+    without = {path.relative_to("off"): content for path, content in without.items()}
+    assert len(without) >= 2, "nothing was cached: the test would prove nothing"
+    assert {path: with_overlay.get(path) for path in without} == without
+    kinds = {path.parts[0] for path in with_overlay}
+    assert kinds == {path.parts[0] for path in without}, "the overlay has a cache of its own there"
 
 
 @pytest.mark.parametrize(

@@ -163,8 +163,8 @@ import importlib, pkgutil, vllm_kimi_eagle3
 from vllm_kimi_eagle3 import cli, plugin
 plugin.register()
 for module in pkgutil.walk_packages(vllm_kimi_eagle3.__path__, "vllm_kimi_eagle3."):
-    if module.name.startswith(("vllm_kimi_eagle3.layers", "vllm_kimi_eagle3.patching", "vllm_kimi_eagle3.source_patches",
-                               "vllm_kimi_eagle3.commands", "vllm_kimi_eagle3.doctor")) and "probe" not in module.name:
+    part = module.name.split(".")[1]
+    if part in ("layers", "patching", "source_patches", "commands", "doctor") and "probe" not in module.name:
         importlib.import_module(module.name)
 assert asked == [], asked
 import socket

@@ -16,6 +16,7 @@ from typing import Any
 
 import wrapt
 
+_WRAPPER_TYPES = (wrapt.FunctionWrapper, wrapt.BoundFunctionWrapper)
 _WRAPPERS = 64
 """How many functions over ours are looked through."""
 
@@ -140,7 +141,9 @@ def _holds(function: Any, wrapper: Any) -> bool:
 
 def _inner(function: Any) -> Iterator[Any]:
     """What a function may wrap: by its attribute, as a partial, or as a name of its closure or its module."""
-    yield from (value for name in ("__wrapped__", "func", "__func__") if (value := getattr(function, name, None)))
+    # Taken from its class, a wrapper of wrapt's comes bound: _self_parent is the one that lies in the class.
+    attributes = ("__wrapped__", "func", "__func__", "_self_parent")
+    yield from (value for name in attributes if (value := getattr(function, name, None)) is not None)
     code = getattr(function, "__code__", None)
     if code is None:
         return
@@ -149,4 +152,4 @@ def _inner(function: Any) -> Iterator[Any]:
             if callable(cell.cell_contents):
                 yield cell.cell_contents
     names = getattr(function, "__globals__", {})
-    yield from (names[name] for name in code.co_names if isinstance(names.get(name), wrapt.FunctionWrapper))
+    yield from (names[name] for name in code.co_names if isinstance(names.get(name), _WRAPPER_TYPES))
