@@ -2,9 +2,9 @@
 """However the overlay is loaded, the end state is the same: nothing wrapped twice, SHADOWED reported and never undone.
 
 Five things vary: whether vLLM's modules are imported before, after or while plugins are loaded; which other plugin
-comes first or last (one that wraps what we wrap, replaces it, can't be imported, or raises); which process it is; how that
-process is made; how often ours is registered. CI plays scenarios that cover every pair of values; ``pytest -m product``
-(``nox -s loading``) plays the full product.
+comes first or last (one that wraps what we wrap, replaces it, can't be imported, or raises); which process it is; how
+that process is made; how often ours is registered. CI plays scenarios that cover every pair of values; ``pytest -m
+product`` (``nox -s loading``) plays the full product.
 """
 
 from __future__ import annotations

@@ -106,8 +106,9 @@ class _Importing(ModuleSpec):
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name == "_initializing" and not value:
-            self.__class__ = ModuleSpec
-            for call in self.__dict__.pop("_kimi_eagle3_waiting"):
+            spec: Any = self
+            spec.__class__ = ModuleSpec
+            for call in spec.__dict__.pop("_kimi_eagle3_waiting"):
                 call()
 
 
@@ -117,7 +118,7 @@ def _when_imported(module: Any, call: Callable[[], None]) -> bool:
     A plugin may be loaded by an import that is under way. No hook of wrapt's comes then: the module is already in
     ``sys.modules``, half made. What always comes is the import system's note in the module's specification.
     """
-    spec = getattr(module, "__spec__", None)
+    spec: Any = getattr(module, "__spec__", None)
     if type(spec) not in (ModuleSpec, _Importing) or not getattr(spec, "_initializing", False):
         return False
     spec.__class__ = _Importing
