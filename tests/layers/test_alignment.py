@@ -30,6 +30,8 @@ RECORD = AlignmentRecord(
 
 def test_there_and_back(tmp_path):
     assert alignment.load(KEY, tmp_path) is None
+    path = alignment.save(RECORD, tmp_path / "made" / "for it")
+    assert path.parent == tmp_path / "made" / "for it" / "alignment"
     path = alignment.save(RECORD, tmp_path)
     assert path.parent == tmp_path / "alignment"
     assert [entry.name for entry in path.parent.iterdir()] == [f"{KEY}.json"]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import save, save_file
 
-from vllm_kimi_eagle3.layers import PlanError, read_headers
+from vllm_kimi_eagle3.layers import PlanError, headers, read_headers
 from vllm_kimi_eagle3.layers.headers import MAX_HEADER, read_header
 
 TENSORS = {
@@ -63,6 +63,16 @@ def test_shards(tmp_path):
     assert set(read_headers(tmp_path).tensors) == {"fc.weight", "d2t"}
     save_file({"d2t": TENSORS["d2t"]}, tmp_path / "c.safetensors")
     with pytest.raises(PlanError, match="another file"):
+        read_headers(tmp_path)
+
+
+def test_many_tensors(tmp_path, monkeypatch):
+    save_file({"a": TENSORS["d2t"], "b": TENSORS["d2t"]}, tmp_path / "one.safetensors")
+    save_file({"c": TENSORS["d2t"]}, tmp_path / "two.safetensors")
+    monkeypatch.setattr(headers, "MAX_TENSORS", 3)
+    assert len(read_headers(tmp_path).tensors) == 3
+    monkeypatch.setattr(headers, "MAX_TENSORS", 2)
+    with pytest.raises(PlanError, match=r"stores more than 2 tensors, too many for a drafter$"):
         read_headers(tmp_path)
 
 

@@ -238,6 +238,10 @@ def every(folder: Path) -> dict[str, Any]:
     said: dict[str, Any] = {}
     for name, found in plans():
         said[f"plan: {name}"] = found
+    ten = resolve(TEN, nested(3, 6, 8))
+    for boundaries in ((1, 4, 6), (4, 7, 9), (5, 8, 10), (3, 6, 9), (3, 6)):
+        moved = dataclasses.replace(ten, boundaries=boundaries)
+        said[f"stock and {boundaries}"] = explain.stock_text(moved, stock_boundaries("0.33.0", TEN, nested(3, 6, 8)), "")
     for release in ("0.14.9", "1", "v0.20.1rc1", "0.33", "x0.33.0", "0.333333.0", "0.26.1.dev3+g1"):
         said[f"release: {release}"] = told(lambda r=release: stock_boundaries(r, TEN, {}).to_json())
     path = folder / "model.safetensors"

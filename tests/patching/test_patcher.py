@@ -134,7 +134,7 @@ def test_code_is_swapped_for_everybody_who_captured_the_function(module: types.M
     consts = tuple((*c, "kimi") if isinstance(c, tuple) else c for c in code.co_consts)
     patcher.for_fix("code").replace_code(module.function, code.replace(co_consts=consts))
     assert "kimi" in module.captured[0]()
-    with pytest.raises(PatchConflict, match="already patched by code"):
+    with pytest.raises(PatchConflict, match=r"^function is already patched by code; two fixes want one target$"):
         patcher.for_fix("second").replace_code(module.function, code)
     assert patcher.revert() == []
     assert "kimi" not in module.captured[0]()

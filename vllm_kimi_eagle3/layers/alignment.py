@@ -53,7 +53,7 @@ class AlignmentRecord:
 
     def summary(self) -> str:
         """The measurement in a few words."""
-        rates = ", ".join(f"{shift}: {rate:.3f}" for shift, rate in sorted(self.hit_rates.items(), key=_shift_order))
+        rates = ", ".join(f"{shift}: {rate:.3f}" for shift, rate in sorted(self.hit_rates.items()))
         return f"alignment record {self.key[:12]}" + (f", hit rates by shift {rates}" if rates else "")
 
     def to_json(self) -> dict[str, Any]:
@@ -205,7 +205,3 @@ def parse(data: Mapping[str, Any], key: str, where: str) -> AlignmentRecord:
 
 def _is_rate(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
-
-
-def _shift_order(item: tuple[str, float]) -> int:
-    return ("-1", "0", "1").index(item[0]) if item[0] in ("-1", "0", "1") else 3

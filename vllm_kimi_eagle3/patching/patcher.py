@@ -208,4 +208,4 @@ def _set_code(function: Any, code: CodeType) -> None:
 def _describe(slot: _Slot) -> str:
     if inspect.isclass(slot.owner):
         return f"{slot.owner.__module__}:{slot.owner.__qualname__}.{slot.attribute}"
-    return f"{getattr(slot.owner, '__name__', slot.owner)}:{slot.attribute}"
+    return f"{slot.owner.__name__}:{slot.attribute}"
