@@ -113,6 +113,9 @@ def plans() -> Iterator[tuple[str, Any]]:
         "null width": ({"hidden_size": 64, "target_hidden_size": None},),
         "another target's width": ({"target_hidden_size": 128},),
         "count": ({"num_aux_hidden_states": 4},),
+        "no count": ({"num_aux_hidden_states": 0},),
+        "a width of letters": ({"hidden_size": "64"},),
+        "a negative width": ({"target_hidden_size": -1},),
         "count, with fc": ({"num_aux_hidden_states": 4}, with_fc),
         "speculators of another kind": ({"speculators_config": {}, "speculators_model_type": "mtp"},),
         "eagle_config is a list": ({"eagle_config": [1]},),
@@ -149,6 +152,7 @@ def plans() -> Iterator[tuple[str, Any]]:
     for name, chosen in options.items():
         yield f"option {name}", plan(TEN, nested(3, 6, 8), **chosen)
         yield f"option {name}, no aux", plan(TEN, without, **chosen)
+    yield "embeddings, ambiguous", plan(TEN, nested(0, 5, 8), embeddings_capturable=True)
     targets: dict[str, Any] = {
         "none": {},
         "a list": [],
@@ -241,7 +245,9 @@ def every(folder: Path) -> dict[str, Any]:
     ten = resolve(TEN, nested(3, 6, 8))
     for boundaries in ((1, 4, 6), (4, 7, 9), (5, 8, 10), (3, 6, 9), (3, 6)):
         moved = dataclasses.replace(ten, boundaries=boundaries)
-        said[f"stock and {boundaries}"] = explain.stock_text(moved, stock_boundaries("0.33.0", TEN, nested(3, 6, 8)), "")
+        said[f"stock and {boundaries}"] = explain.stock_text(
+            moved, stock_boundaries("0.33.0", TEN, nested(3, 6, 8)), ""
+        )
     for release in ("0.14.9", "1", "v0.20.1rc1", "0.33", "x0.33.0", "0.333333.0", "0.26.1.dev3+g1"):
         said[f"release: {release}"] = told(lambda r=release: stock_boundaries(r, TEN, {}).to_json())
     path = folder / "model.safetensors"
@@ -287,7 +293,7 @@ def every(folder: Path) -> dict[str, Any]:
             lambda data=data: alignment.parse(data, RECORD.key, "HERE").to_json()
         )
     said["record: summary"] = [RECORD.summary(), dataclasses.replace(RECORD, hit_rates={"x": 1.0, "1": 0.5}).summary()]
-    for key in ("", "A" * 64, "0" * 63, "0" * 63 + "\n", "f" * 64):
+    for key in ("", "A" * 64, "0" * 63, "0" * 63 + "\n", "f" * 64, "0123456789abcdef" * 4):
         said[f"key {key!a}"] = told(lambda key=key: str(alignment.record_path(key, folder)))
     saved = alignment.save(RECORD, folder)
     said["record: file"] = saved.read_text()
