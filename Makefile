@@ -5,7 +5,10 @@
 # table of docs/COMPATIBILITY.md.
 VENV ?= .venv
 
-.PHONY: demo test lint drift matrix clean
+# make mutate: mutants of layers/ and patching/ that the quick tests must kill; make fuzz: ten minutes of atheris over
+# the parsers.
+
+.PHONY: demo test lint drift matrix mutate fuzz clean
 
 demo:
 	@tools/cpu_engine.sh $(VENV)
@@ -33,5 +36,16 @@ matrix: drift
 	$(VENV)/bin/nox --session engine
 	$(VENV)/bin/python -m tools.compatibility write
 
+mutate:
+	@tools/cpu_engine.sh $(VENV) test
+	$(VENV)/bin/pip install --quiet mutmut==3.8.1
+	nice -n 19 $(VENV)/bin/mutmut run --max-children 2
+	$(VENV)/bin/mutmut results
+
+fuzz:
+	@tools/cpu_engine.sh $(VENV) test
+	$(VENV)/bin/pip install --quiet atheris==3.0.0
+	$(VENV)/bin/python tools/fuzz_parsers.py
+
 clean:
-	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf mutants $(VENV) .cache .pytest_cache .ruff_cache .hypothesis

@@ -3,6 +3,7 @@
 
     nox -s drift                   # every release's source, no torch: two minutes, most of it downloads
     nox -s "engine(0.17.1)"        # one release's CPU engine; Python 3.11
+    nox -s loading                 # every way in which the overlay is loaded, in the Python that runs nox
 
 The environments of one generation share a torch; each release's own package is laid over it. Those of the two older
 generations are CUDA builds of torch, 8 GB each, which run on the CPU.
@@ -42,6 +43,12 @@ def drift(session: nox.Session) -> None:
     """Probes, anchors and the compatibility page, over the source of every release."""
     session.install("wrapt>=1.16", "packaging>=23", "pytest>=8")
     session.run("python", "-m", "pytest", "tests/drift", *session.posargs, env={"PYTHONPATH": "."})
+
+
+@nox.session(venv_backend="none")
+def loading(session: nox.Session) -> None:
+    """Every combination of how the overlay is loaded, of which CI plays every pair; an hour or two."""
+    session.run(sys.executable, "-m", "pytest", "-m", "product", "tests/trust/test_loading.py", *session.posargs)
 
 
 @nox.session(venv_backend="none")

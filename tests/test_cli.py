@@ -144,9 +144,10 @@ GOOD = {"num_hidden_layers": 10, "hidden_size": 64}
         (b'{"a": NaN}', "NaN"),
         (b"\xff\xfe{}", "UTF-8"),
         (b'{"eagle_config": {"a": 1, "a": 2}}', "twice"),
-        (b'{"a": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", "deeply"),
+        (b'{"a": ' + b"[" * 90_000 + b"]" * 90_000 + b"}", "deeply"),
         (b'{"a": ' + b"9" * 6_000 + b"}", "not JSON"),
         (b" " * (5 << 20), "larger"),
+        (b'{"a": [' + b"0," * 100_000 + b"0]}", "more than 100000 values"),
     ],
 )
 def test_bad_configs_are_one_sentence(capsys, tmp_path, content, says):

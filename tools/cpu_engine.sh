@@ -22,7 +22,7 @@ if [ -z "$python" ]; then
 fi
 
 # What the environment is made from; a change makes it anew.
-stamp=$(cat requirements/cpu-engine.txt requirements/vllm-alias/pyproject.toml pyproject.toml tools/cpu_engine.sh \
+stamp=$(cat requirements/cpu-engine.txt requirements/test.txt requirements/vllm-alias/pyproject.toml pyproject.toml tools/cpu_engine.sh \
   | sha256sum | cut -d' ' -f1)
 made=$venv/.made-$stamp
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
@@ -40,6 +40,6 @@ if [ ! -e "$made" ]; then
   touch "$made"
 fi
 if [ "$extra" = test ] && [ ! -e "$made-test" ]; then
-  pip install -qq --no-build-isolation -e '.[test]'
+  pip install -qq --no-build-isolation --constraint requirements/test.txt -e '.[test]'
   touch "$made-test"
 fi

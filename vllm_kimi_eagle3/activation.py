@@ -11,7 +11,7 @@ those targets on the CPU platform, whose engine does not run them otherwise.
   reach it pickled, so the first two gates do not open there.
 
 The plan travels in ``additional_config["kimi_eagle3"]``: vLLM carries that to every process and hashes it into the
-compile-cache key.
+compile-cache key. A process that unpickles it has to have the overlay; see :mod:`vllm_kimi_eagle3.record`.
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from vllm_kimi_eagle3 import __version__, watch
 from vllm_kimi_eagle3.fixes import _boundaries
 from vllm_kimi_eagle3.layers import CapturePlan, PlanError, facts_of, read_headers, resolve, stock_boundaries
 from vllm_kimi_eagle3.layers.alignment import content_key, load
 from vllm_kimi_eagle3.layers.files import local_folder, read_config
+from vllm_kimi_eagle3.layers.parse import describe
 from vllm_kimi_eagle3.layers.stock import NEWEST
 from vllm_kimi_eagle3.patching.engine import Engine, unmet
 from vllm_kimi_eagle3.patching.gate import Gate
 from vllm_kimi_eagle3.patching.release import installed_release
 from vllm_kimi_eagle3.patching.spec import Context, Phase, State, Status
+from vllm_kimi_eagle3.record import Record
 from vllm_kimi_eagle3.registry import FIXES
 
 logger = logging.getLogger("vllm.kimi_eagle3")
@@ -222,10 +224,10 @@ def configure_server(context: Context) -> None:
     needed = ENGINE.needed(context)
     if not needed:
         return
-    record = _record(vllm_config)
+    record = _record(context)
     if "version" in record:
         # The configuration is being copied or checked again: the plan stands, and nothing may have changed under it.
-        _check_unchanged(vllm_config, record)
+        _check_record(context, record)
         return
     record.update(version=__version__, fixes=[fix.label for fix in needed])
     if context.eagle3:
@@ -240,7 +242,8 @@ def configure_server(context: Context) -> None:
     _require(ENGINE.apply(Phase.VLLM_CONFIG, context))
     # Also where no fix has to write it: a vLLM whose readers are right reads its own rule, and the plan may know more.
     _boundaries.write(context)
-    vllm_config.additional_config = {**vllm_config.additional_config, RECORD: record}
+    if isinstance(vllm_config.additional_config, Mapping):
+        vllm_config.additional_config = {**vllm_config.additional_config, RECORD: record}
     _announce(vllm_config, record, [fix.label for fix in needed])
 
 
@@ -253,18 +256,38 @@ def prepare_worker(vllm_config: Any) -> None:
     context = _server_context(vllm_config)
     if context is None or not ENGINE.needed(context):
         return
-    record = _record(vllm_config)
-    if context.eagle3:
-        if "plan" not in record:
-            raise OverlayError(
-                "vllm-kimi-eagle3: this configuration was made in a process without the overlay, so no layers were"
-                " resolved; install vllm-kimi-eagle3 in every process of the server, or set VLLM_KIMI_EAGLE3=off in"
-                " all of them"
-            )
-        _check_unchanged(vllm_config, record)
+    record = _record(context)
+    _check_record(context, record)
     statuses = ENGINE.apply(Phase.WORKER, context)
     _require(statuses)
     _announce(vllm_config, record, [s.fix.label for s in statuses])
+
+
+def receive(record: Record) -> None:
+    """A server's record has reached this process: see that its overlay is the one that made the record.
+
+    It installs the gates, too: whether vLLM's loader has found the plugin here no longer matters.
+
+    Raises:
+        OverlayError: the overlay is switched off here, or it is another version. With ``warn`` it says so instead.
+    """
+    here, made_by = mode(), record.get("version")
+    problem = None
+    if here == "off" or (here == "stock" and "plan" in record):
+        problem = (
+            "vllm-kimi-eagle3: this server was configured with the overlay, but VLLM_KIMI_EAGLE3 is"
+            f" {here!r} in process {os.getpid()}, which is to serve it; set it alike in every process of the server"
+        )
+    elif made_by != __version__:
+        problem = (
+            f"vllm-kimi-eagle3: this server was configured by version {made_by}, but process {os.getpid()}, which is to"
+            f" serve it, has version {__version__}; install one version in every process of the server"
+        )
+    if problem is not None and here != "warn":
+        raise OverlayError(problem)
+    if problem is not None:
+        logger.warning(problem)
+    install_gates()
 
 
 def make_plan(vllm_config: Any, record: Mapping[str, Any]) -> CapturePlan:
@@ -308,26 +331,58 @@ def _drafter_config(vllm_config: Any) -> Mapping[str, Any]:
     return getattr(hf_config, "model", hf_config).to_dict()
 
 
-def _record(vllm_config: Any) -> dict[str, Any]:
-    additional = vllm_config.additional_config
+def _record(context: Context) -> Record:
+    """A copy of the overlay's entry in a server's configuration.
+
+    Raises:
+        OverlayError: it can't be read and EAGLE-3 depends on it. For a server without EAGLE-3, of which only the CPU
+            engine is mended, that is a warning: nothing that stands there concerns it.
+    """
+    additional = context.vllm_config.additional_config
     if not isinstance(additional, Mapping):
-        raise OverlayError(
-            f"vllm-kimi-eagle3: additional_config is a {type(additional).__name__}; the capture plan has to travel in"
-            ' it, so it must be a dictionary such as {"kimi_eagle3": {"layer_rule": "output"}}'
+        problem = (
+            f"additional_config is a {type(additional).__name__}; the capture plan has to travel in it, so it must be a"
+            ' dictionary such as {"kimi_eagle3": {"layer_rule": "output"}}'
         )
-    record = additional.get(RECORD, {})
+        return _without_record(context, problem)
+    record = cast("Mapping[str, Any]", additional).get(RECORD, {})
     if not isinstance(record, Mapping):
-        raise OverlayError(
-            f'vllm-kimi-eagle3: additional_config["{RECORD}"] is {record!r}; it must be a dictionary such as'
+        problem = (
+            f'additional_config["{RECORD}"] is {describe(record)}; it must be a dictionary such as'
             ' {"layer_rule": "output"}'
         )
-    unknown = sorted(set(record) - _USER_KEYS - _RECORD_KEYS)
+        return _without_record(context, problem)
+    entries = cast("Mapping[Any, Any]", record)
+    # A plan that somebody wrote by hand, or copied from another server, is nobody's plan.
+    known = _USER_KEYS | (_RECORD_KEYS if isinstance(record, Record) else frozenset())
+    unknown = sorted(map(str, set(entries) - known))
     if unknown:
+        problem = f'additional_config["{RECORD}"] has unknown keys {describe(unknown)}; known are {sorted(_USER_KEYS)}'
+        return _without_record(context, problem)
+    return Record(entries)
+
+
+def _without_record(context: Context, problem: str) -> Record:
+    if context.eagle3:
+        raise OverlayError(f"vllm-kimi-eagle3: {problem}")
+    with _lock:
+        said = problem in _announced
+        _announced.add(problem)
+    if not said:
+        logger.warning("vllm-kimi-eagle3: %s. This server does not run EAGLE-3, so it starts all the same", problem)
+    return Record()
+
+
+def _check_record(context: Context, record: Mapping[str, Any]) -> None:
+    """A server's record must be a whole one, of this version, and nothing may have changed under it."""
+    if context.eagle3 and "plan" not in record:
         raise OverlayError(
-            f'vllm-kimi-eagle3: additional_config["{RECORD}"] has unknown keys {unknown}; known are'
-            f" {sorted(_USER_KEYS)}"
+            "vllm-kimi-eagle3: this configuration was made in a process without the overlay, so no layers were"
+            " resolved; install vllm-kimi-eagle3 in every process of the server, or set VLLM_KIMI_EAGLE3=off in"
+            " all of them"
         )
-    return dict(record)
+    if context.eagle3:
+        _check_unchanged(context.vllm_config, record)
 
 
 def _check_unchanged(vllm_config: Any, record: Mapping[str, Any]) -> None:
@@ -357,7 +412,7 @@ def _check_drafter_folder(model: str | None) -> None:
 def _require(statuses: list[Status]) -> None:
     """Refuse to go on without these fixes, or warn, as the user chose."""
     problems = [f"{s.fix.label} is {s.state.value}: {s.reason}" for s in unmet(statuses)]
-    problems += [f"a gate is missing: {gate.error}" for gate in _GATES if gate.error]
+    problems += [f"a gate is missing: {gate.problem}" for gate in _GATES if gate.problem]
     if not problems:
         return
     message = (

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,8 @@ RECORD = AlignmentRecord(
 
 def test_there_and_back(tmp_path):
     assert alignment.load(KEY, tmp_path) is None
+    path = alignment.save(RECORD, tmp_path / "made" / "for it")
+    assert path.parent == tmp_path / "made" / "for it" / "alignment"
     path = alignment.save(RECORD, tmp_path)
     assert path.parent == tmp_path / "alignment"
     assert [entry.name for entry in path.parent.iterdir()] == [f"{KEY}.json"]
@@ -134,3 +138,29 @@ def test_records_that_are_no_json_objects(tmp_path, content):
 def test_a_key_is_no_path(tmp_path, key):
     with pytest.raises(PlanError):
         alignment.record_path(key, tmp_path)
+
+
+def test_a_link_in_the_cache_is_replaced_and_not_followed(tmp_path):
+    outside = tmp_path / "outside"
+    outside.write_text("theirs")
+    path = alignment.record_path(KEY, tmp_path / "cache")
+    path.parent.mkdir(parents=True)
+    path.symlink_to(outside)
+    with pytest.raises(PlanError, match="link out of its folder"):
+        alignment.load(KEY, tmp_path / "cache")
+    alignment.save(RECORD, tmp_path / "cache")
+    assert outside.read_text() == "theirs" and not path.is_symlink()
+    assert alignment.load(KEY, tmp_path / "cache") == RECORD
+
+
+def test_a_full_disk_leaves_the_old_record(tmp_path, monkeypatch):
+    alignment.save(RECORD, tmp_path)
+
+    def full(handle):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        alignment.save(dataclasses.replace(RECORD, measured_on="new"), tmp_path)
+    assert alignment.load(KEY, tmp_path) == RECORD
+    assert len(list((tmp_path / "alignment").iterdir())) == 1

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import save, save_file
 
-from vllm_kimi_eagle3.layers import PlanError, read_headers
+from vllm_kimi_eagle3.layers import PlanError, headers, read_headers
 from vllm_kimi_eagle3.layers.headers import MAX_HEADER, read_header
 
 TENSORS = {
@@ -63,6 +63,16 @@ def test_shards(tmp_path):
     assert set(read_headers(tmp_path).tensors) == {"fc.weight", "d2t"}
     save_file({"d2t": TENSORS["d2t"]}, tmp_path / "c.safetensors")
     with pytest.raises(PlanError, match="another file"):
+        read_headers(tmp_path)
+
+
+def test_many_tensors(tmp_path, monkeypatch):
+    save_file({"a": TENSORS["d2t"], "b": TENSORS["d2t"]}, tmp_path / "one.safetensors")
+    save_file({"c": TENSORS["d2t"]}, tmp_path / "two.safetensors")
+    monkeypatch.setattr(headers, "MAX_TENSORS", 3)
+    assert len(read_headers(tmp_path).tensors) == 3
+    monkeypatch.setattr(headers, "MAX_TENSORS", 2)
+    with pytest.raises(PlanError, match=r"stores more than 2 tensors, too many for a drafter$"):
         read_headers(tmp_path)
 
 
@@ -181,7 +191,7 @@ KNOWN = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U64", "U32", "
 SOUND = save(TENSORS)
 
 
-@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.integers(0, len(SOUND) - 1), st.integers(0, 255)), max_size=6), st.integers(0, len(SOUND)))
 def test_bytes_changed_and_files_cut(tmp_path, changes, keep):
     content = bytearray(SOUND)
@@ -198,7 +208,7 @@ def test_bytes_changed_and_files_cut(tmp_path, changes, keep):
             assert set(file.keys()) == set(tensors)
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary(max_size=200), st.booleans())
 def test_arbitrary_bytes(tmp_path, content, framed):
     with contextlib.suppress(PlanError):

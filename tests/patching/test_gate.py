@@ -3,11 +3,16 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import sys
 import types
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 from typing import Any
 
 import pytest
+import wrapt
 
 from vllm_kimi_eagle3 import activation, plugin
 from vllm_kimi_eagle3.patching.gate import Gate
@@ -29,6 +34,164 @@ def test_a_gate_that_could_not_be_wrapped_may_be_later(monkeypatch: pytest.Monke
     gate.install()
     assert gate.error is None and Config().check() == "checked"
     assert gate.remove() == []
+
+
+def passing(seen: list[Any]) -> Any:
+    def look(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        seen.append((type(instance).__name__, args, kwargs))
+        return wrapped(*args, **kwargs)
+
+    return look
+
+
+class Guarded:
+    """What a gate is put into; made anew for each test."""
+
+    def check(self, *args: Any, **kwargs: Any) -> Any:
+        """Its own words."""
+        return ("checked", args, kwargs)
+
+
+@pytest.fixture
+def guarded(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    module = types.ModuleType("guarded_module")
+    module.Config = type("Config", (), dict(vars(Guarded)))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "guarded_module", module)
+    return module
+
+
+def test_a_gate_looks_and_passes_through(guarded: types.ModuleType) -> None:
+    seen: list[Any] = []
+    original = vars(guarded.Config)["check"]
+    gate = Gate("guarded_module", "Config", "check", passing(seen))
+    assert gate.problem is None and gate.error is None and gate.module == "guarded_module"
+    assert gate.remove() == [], "what was never installed has nothing to take back"
+    gate.install()
+    wrapper = vars(guarded.Config)["check"]
+    gate.install()
+    assert vars(guarded.Config)["check"] is wrapper, "wrapped twice"
+    assert guarded.Config().check(1, a=2) == ("checked", (1,), {"a": 2})
+    assert seen == [("Config", (1,), {"a": 2})]
+    assert guarded.Config.check.__doc__ == "Its own words." and guarded.Config.check.__name__ == "check"
+    assert gate.problem is None
+    assert gate.remove() == [] and vars(guarded.Config)["check"] is original
+    assert gate.problem is None and gate.remove() == []
+    gate.install()
+    assert guarded.Config().check() == ("checked", (), {}) and len(seen) == 2
+
+
+def test_a_gate_waits_for_its_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "awaited_module.py").write_text("class Config:\n    def check(self): return 'checked'\n")
+    seen: list[Any] = []
+    gate = Gate("awaited_module", "Config", "check", passing(seen))
+    gate.install()
+    gate.install()
+    assert gate.problem is None and gate.error is None
+    module = importlib.import_module("awaited_module")
+    assert module.Config().check() == "checked" and len(seen) == 1
+    assert gate.remove() == []
+    del sys.modules["awaited_module"]
+    # The hook can't be taken back; it finds the gate closed.
+    assert importlib.import_module("awaited_module").Config().check() == "checked" and len(seen) == 1
+    del sys.modules["awaited_module"]
+
+
+def test_a_gate_that_is_installed_while_its_module_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    seen: list[Any] = []
+    gates = [Gate("half_module", "Config", name, passing(seen)) for name in ("check", "other")]
+    monkeypatch.setattr(sys, "gates_of_a_test", gates, raising=False)
+    (tmp_path / "half_module.py").write_text(
+        "import sys\nfor gate in sys.gates_of_a_test * 2:\n    gate.install()\n    assert gate.error is None\n"
+        "class Config:\n    def check(self): return 'checked'\n    def other(self): return 'other'\n"
+    )
+    module = importlib.import_module("half_module")
+    assert module.Config().check() == "checked" and module.Config().other() == "other"
+    assert len(seen) == 2 and [gate.problem for gate in gates] == [None, None]
+    assert type(module.__spec__) is ModuleSpec and "waiting" not in str(vars(module.__spec__))
+    for gate in gates:
+        assert gate.remove() == []
+    del sys.modules["half_module"]
+    # A module whose import fails is hooked as one that was never imported.
+    (tmp_path / "half_module.py").write_text("import sys\nsys.gates_of_a_test[0].install()\nraise KeyError\n")
+    importlib.invalidate_caches()
+    with pytest.raises(KeyError):
+        importlib.import_module("half_module")
+    assert gates[0].problem is None and "half_module" not in sys.modules
+
+
+@pytest.mark.parametrize("missing", ["Other", "check"])
+def test_what_can_t_be_wrapped_is_said(guarded: types.ModuleType, missing: str) -> None:
+    class_name, attribute = ("Other", "check") if missing == "Other" else ("Config", "other")
+    gate = Gate("guarded_module", class_name, attribute, passing([]))
+    gate.install()
+    kind = "AttributeError" if missing == "Other" else "KeyError"
+    assert gate.problem is not None and gate.problem == gate.error
+    assert gate.problem.startswith(f"guarded_module.{class_name}.{attribute} cannot be wrapped ({kind}: ")
+    assert gate.remove() == []
+
+
+def over(function: Any, how: str) -> Any:
+    """Somebody else's wrapper."""
+    if how == "closure":
+        return lambda self: function(self)
+    if how == "wraps":
+        return functools.wraps(function)(lambda self: None)
+    if how == "partial":
+        return functools.partialmethod(function)
+    if how == "global":
+        scope: dict[str, Any] = {"kept": function}
+        exec("def check(self): return kept(self)", scope)
+        return scope["check"]
+    if how == "wrapt":
+        return wrapt.FunctionWrapper(function, lambda wrapped, instance, args, kwargs: wrapped(*args, **kwargs))
+    if how == "deep":
+        for _ in range(20):
+            function = over(function, "closure")
+        return function
+    if how == "very deep":
+        for _ in range(100):
+            function = over(function, "closure")
+        return function
+    if how == "unfilled":
+
+        def check(self: Any) -> Any:
+            return later(self)
+
+        if how == "never":
+            later = None
+        return check
+    return lambda self: "theirs"
+
+
+@pytest.mark.parametrize("how", ["closure", "wraps", "partial", "global", "wrapt", "deep"])
+@pytest.mark.parametrize("taken", ["as it lies there", "from its class"])
+def test_a_wrapper_over_ours_is_no_problem(guarded: types.ModuleType, how: str, taken: str) -> None:
+    seen: list[Any] = []
+    gate = Gate("guarded_module", "Config", "check", passing(seen))
+    gate.install()
+    theirs = over(guarded.Config.check if taken == "from its class" else vars(guarded.Config)["check"], how)
+    guarded.Config.check = theirs
+    assert gate.problem is None
+    # It is not undone, and ours stays below it in silence.
+    assert gate.remove() == ["Config.check was replaced by somebody else; left as it is"]
+    assert vars(guarded.Config)["check"] is theirs
+    guarded.Config().check()
+    assert seen == []
+    gate.install()
+    guarded.Config().check()
+    assert len(seen) == (0 if how == "wraps" else 1)
+
+
+@pytest.mark.parametrize("how", ["replaced", "unfilled", "very deep"])
+def test_a_lost_gate_is_a_problem(guarded: types.ModuleType, how: str) -> None:
+    gate = Gate("guarded_module", "Config", "check", passing([]))
+    gate.install()
+    guarded.Config.check = over(vars(guarded.Config)["check"], how)
+    assert gate.problem == "guarded_module.Config.check was replaced after us by somebody else"
+    del guarded.Config.check
+    assert gate.problem is not None
 
 
 @pytest.mark.parametrize("all_kwargs", [None, [], [None], [{}], {}, 7, [{"vllm_config": None}]])

@@ -134,8 +134,101 @@ def test_code_is_swapped_for_everybody_who_captured_the_function(module: types.M
     consts = tuple((*c, "kimi") if isinstance(c, tuple) else c for c in code.co_consts)
     patcher.for_fix("code").replace_code(module.function, code.replace(co_consts=consts))
     assert "kimi" in module.captured[0]()
-    with pytest.raises(PatchConflict, match="already patched by code"):
+    with pytest.raises(PatchConflict, match=r"^function is already patched by code; two fixes want one target$"):
         patcher.for_fix("second").replace_code(module.function, code)
     assert patcher.revert() == []
     assert "kimi" not in module.captured[0]()
     assert snapshot(module) == before
+
+
+def test_the_original_is_what_stood_there(module: types.ModuleType) -> None:
+    patcher = Patcher()
+    own, static, method = (vars(module.Child)["own"], vars(module.Base)["static"], module.Base.method)
+    apply(patcher, "owned")
+    apply(patcher, "inherited")
+    installer = patcher.for_fix("any")
+    assert (installer.fix, installer.patcher) == ("any", patcher)
+    assert installer.original("patched_module:Child.own") is own
+    assert installer.original("patched_module:Base.static") is static
+    # An inherited attribute has no original of its own: what stands there now is ours.
+    assert patcher.original("patched_module:Child.method") is vars(module.Child)["method"]
+    assert patcher.original("patched_module:Base.method") is method
+    assert patcher.original("patched_module:function") is module.function
+    with pytest.raises(AttributeError):
+        patcher.original("patched_module:Child.absent")
+
+
+def test_everything_of_ours_is_listed_by_name(module: types.ModuleType) -> None:
+    patcher = Patcher()
+    for which in FIXES:
+        apply(patcher, which)
+    code = module.captured[0].__code__
+    patcher.for_fix("code").replace_code(module.captured[0], code.replace(co_name="ours"))
+    assert patcher.patched() == [
+        "patched_module:Child.own",
+        "patched_module:Child.method",
+        "patched_module:Base.static",
+        "patched_module:function",
+        "importing_module:function",
+        "patched_module:vars",
+        "patched_module:function",
+    ]
+    assert patcher.shadowed("owned") == patcher.shadowed("code") == []
+    module.captured[0].__code__ = code
+    del module.Child.own
+    assert patcher.shadowed("code") == ["patched_module:function"]
+    assert patcher.shadowed("owned") == ["patched_module:Child.own"]
+    assert patcher.shadowed("alias") == []
+    assert patcher.revert("code") == ["function was changed again after us; left as it is"]
+    assert patcher.revert("owned") == ["patched_module:Child.own was replaced by somebody else; left as it is"]
+    assert patcher.revert("owned") != [], "what is not ours stays on the list"
+    assert module.captured[0].__code__ is code
+    assert len(patcher.revert()) == 2
+
+
+def test_one_fix_is_undone_and_the_others_stay(module: types.ModuleType) -> None:
+    patcher = Patcher()
+    code = module.captured[0].__code__
+    for which in ("owned", "static"):
+        apply(patcher, which)
+    patcher.for_fix("code").replace_code(module.captured[0], code.replace(co_name="ours"))
+    assert patcher.revert("static") == []
+    assert module.Child().own() == "ours owned" and module.Base.static(1) == 1
+    assert module.captured[0].__code__.co_name == "ours"
+    assert patcher.revert("code") == [] and module.captured[0].__code__ is code
+    assert patcher.patched() == ["patched_module:Child.own"]
+
+
+def test_code_that_does_not_fit_leaves_no_trace(module: types.ModuleType) -> None:
+    patcher = Patcher()
+    before = snapshot(module)
+    free = 1
+    with pytest.raises(ValueError, match="free vars"):
+        patcher.for_fix("code").replace_code(module.function, (lambda: free).__code__)
+    assert patcher.patched() == [] and patcher.revert() == [] and snapshot(module) == before
+
+
+def test_an_alias_of_another_object_is_left_alone(module: types.ModuleType) -> None:
+    other = sys.modules["importing_module"]
+    other.function = theirs = lambda: "theirs"  # type: ignore[attr-defined]
+    patcher = Patcher()
+    installer = patcher.for_fix("alias")
+    aliases = ("importing_module:function", "importing_module:absent", "patched_module:captured")
+    installer.replace("patched_module:function", None, aliases=aliases)
+    assert patcher.patched() == ["patched_module:function"] and other.function is theirs
+    assert patcher.revert() == []
+
+
+def test_what_refuses_to_be_set_leaves_no_trace(module: types.ModuleType) -> None:
+    patcher = Patcher()
+    with pytest.raises(TypeError):
+        patcher.for_fix("x").replace("builtins:int.bit_length", None)
+    assert patcher.patched() == [] and patcher.revert() == []
+    with pytest.raises(
+        PatchConflict, match=r"^patched_module:Child\.own\.deep\.er does not exist in this vLLM: no deep"
+    ):
+        patcher.for_fix("x").replace("patched_module:Child.own.deep.er", None)
+    with pytest.raises(PatchConflict, match=r"^patched_module:Child\.absent does not exist in this vLLM$"):
+        patcher.for_fix("x").replace("patched_module:Child.absent", None)
+    with pytest.raises(ModuleNotFoundError):
+        patcher.for_fix("x").replace("no_such_module_anywhere:x", None)

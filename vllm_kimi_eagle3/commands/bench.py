@@ -265,7 +265,7 @@ def _earlier_baseline(path: Path, settings: Sequence[Setting]) -> list[Run]:
     """The baseline runs of an earlier result under the same settings."""
     from vllm_kimi_eagle3.bench.metrics import Counters
 
-    data = read_object(path, 64 << 20)
+    data = read_object(path, 64 << 20, values=10_000_000)
     try:
         found = [
             Run("baseline", setting, [float(speed) for speed in run["tok_s_repeats"]], run["prompts"], Counters(), [])

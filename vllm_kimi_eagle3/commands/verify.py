@@ -219,7 +219,9 @@ def _prompts(options: argparse.Namespace, engine: Any, max_model_len: int) -> li
             content = read_bytes(options.prompts, MAX_PROMPTS).decode("utf-8")
         except UnicodeDecodeError:
             raise PlanError(f"--prompts {options.prompts} is not UTF-8 text") from None
-        listed: Any = load_json(content.encode(), str(options.prompts)) if content.lstrip().startswith("[") else None
+        listed: Any = (
+            load_json(content.encode(), str(options.prompts), MAX_PROMPTS) if content.lstrip().startswith("[") else None
+        )
         texts = content.splitlines() if listed is None else listed
     vocabulary = int(engine.vllm_config.model_config.get_vocab_size())
     room = max_model_len - options.tokens - options.num_speculative_tokens - 2

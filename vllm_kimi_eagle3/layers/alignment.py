@@ -12,14 +12,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from .files import read_object
+from .files import inside, read_object
 from .headers import CheckpointHeaders
-from .parse import describe, read_drafter, read_ids, read_target
+from .parse import MAX_LAYERS, describe, read_drafter, read_ids, read_target
 from .plan import RULES, PlanError
 
 FORMAT = 1
@@ -53,7 +54,7 @@ class AlignmentRecord:
 
     def summary(self) -> str:
         """The measurement in a few words."""
-        rates = ", ".join(f"{shift}: {rate:.3f}" for shift, rate in sorted(self.hit_rates.items(), key=_shift_order))
+        rates = ", ".join(f"{shift}: {rate:.3f}" for shift, rate in sorted(self.hit_rates.items()))
         return f"alignment record {self.key[:12]}" + (f", hit rates by shift {rates}" if rates else "")
 
     def to_json(self) -> dict[str, Any]:
@@ -124,15 +125,16 @@ def load(key: str | None, cache: Path | None = None) -> AlignmentRecord | None:
             return None
     path = record_path(key, cache)
     try:
-        if not path.is_file():
-            return None
+        path.stat()
+    except FileNotFoundError:
+        return None
     except OSError as error:
         raise PlanError(
             f"the alignment record {path} can't be read: {error.strerror}; let this user read its folder, or set"
             " VLLM_KIMI_EAGLE3_CACHE to one of theirs"
         ) from None
     try:
-        return parse(read_object(path, MAX_RECORD), key, str(path))
+        return parse(read_object(inside(path.parent, path), MAX_RECORD), key, str(path))
     except PlanError as error:
         # What a reader of files and lists says does not know that this file can be made again.
         raise error if _AGAIN in str(error) else PlanError(f"alignment record: {error}; {_AGAIN}") from None
@@ -141,10 +143,20 @@ def load(key: str | None, cache: Path | None = None) -> AlignmentRecord | None:
 def save(record: AlignmentRecord, cache: Path | None = None) -> Path:
     """Write a record, whole or not at all, and return its path. ``OSError`` passes through."""
     path = record_path(record.key, cache)
+    text = json.dumps(record.to_json(), indent=1) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}.tmp")
-    partial.write_text(json.dumps(record.to_json(), indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)
+    # A name of its own: many processes and threads may measure at once, and a link that lies there is not followed.
+    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f"{record.key[:12]}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fchmod(file.fileno(), 0o644)
+            os.fsync(file.fileno())
+        Path(partial).replace(path)
+    except BaseException:
+        Path(partial).unlink(missing_ok=True)
+        raise
     return path
 
 
@@ -168,7 +180,7 @@ def parse(data: Mapping[str, Any], key: str, where: str) -> AlignmentRecord:
     if data.get("format") != FORMAT or data.get("key") != key:
         raise bad(f"has format {describe(data.get('format'))} and key {describe(data.get('key'))}, not its own")
     layers, rule = data.get("num_layers"), data.get("rule")
-    if isinstance(layers, bool) or not isinstance(layers, int) or layers < 1:
+    if isinstance(layers, bool) or not isinstance(layers, int) or not 1 <= layers <= MAX_LAYERS:
         raise bad(f"has num_layers {describe(layers)}")
     ids = None if data.get("ids") is None else read_ids(data["ids"], f"ids of the alignment record {where}")
     boundaries = read_ids(data.get("boundaries"), f"boundaries of the alignment record {where}")
@@ -201,7 +213,3 @@ def parse(data: Mapping[str, Any], key: str, where: str) -> AlignmentRecord:
 
 def _is_rate(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
-
-
-def _shift_order(item: tuple[str, float]) -> int:
-    return ("-1", "0", "1").index(item[0]) if item[0] in ("-1", "0", "1") else 3

@@ -3,7 +3,8 @@
 
 A link may lead where it likes inside the folder, not out of it, with one exception: the Hugging Face cache, where
 ``<repo>/snapshots/<commit>/`` holds links into ``<repo>/blobs/``. JSON must be UTF-8, without duplicate keys (which
-of two lists would vLLM take?), and of bounded size and depth.
+of two lists would vLLM take?), and of bounded size, depth and number of values: an empty object takes three bytes in a
+file and eighty in memory.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any
 from .plan import PlanError
 
 MAX_CONFIG = 4 << 20
+MAX_VALUES = 100_000
+"""Values in one JSON text. With 4 MiB of text, reading stays below 64 MiB whatever the text is."""
 
 
 def inside(folder: Path, path: Path) -> Path:
@@ -82,13 +85,13 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_object(inside(path.parent, path), MAX_CONFIG)
 
 
-def read_object(path: Path, limit: int) -> dict[str, Any]:
-    """One JSON object from a file of at most ``limit`` bytes.
+def read_object(path: Path, limit: int, values: int = MAX_VALUES) -> dict[str, Any]:
+    """One JSON object from a file of at most ``limit`` bytes and ``values`` values.
 
     Raises:
         PlanError: the file is missing, not ordinary, too large, or not one JSON object.
     """
-    data = load_json(read_bytes(path, limit), str(path))
+    data = load_json(read_bytes(path, limit), str(path), values)
     if not isinstance(data, dict):
         raise PlanError(f"{path} holds no JSON object")
     return data  # pyright: ignore[reportUnknownVariableType]
@@ -101,9 +104,7 @@ def read_bytes(path: Path, limit: int) -> bytes:
         PlanError: the file is missing, not ordinary, or too large.
     """
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise PlanError(f"{path} is not an ordinary file")
-        with path.open("rb") as file:
+        with ordinary(path).open("rb") as file:
             raw = file.read(limit + 1)
     except OSError as error:
         raise PlanError(f"{path} can't be read: {error.strerror}") from None
@@ -112,12 +113,31 @@ def read_bytes(path: Path, limit: int) -> bytes:
     return raw
 
 
-def load_json(raw: bytes, where: str) -> object:
+def ordinary(path: Path) -> Path:
+    """``path`` again, when it is an ordinary file; asked before opening, which may block for ever.
+
+    Raises:
+        PlanError: it is something else, or missing.
+    """
+    try:
+        regular = stat.S_ISREG(path.stat().st_mode)
+    except OSError as error:
+        raise PlanError(f"{path} can't be read: {error.strerror}") from None
+    if not regular:
+        raise PlanError(f"{path} is not an ordinary file")
+    return path
+
+
+def load_json(raw: bytes, where: str, values: int = MAX_VALUES) -> object:
     """Parse strict JSON.
 
     Raises:
-        PlanError: not UTF-8, not JSON, a duplicate key, ``NaN`` or ``Infinity``, or nested too deeply.
+        PlanError: not UTF-8, not JSON, a duplicate key, ``NaN`` or ``Infinity``, nested too deeply, or more values
+            than ``values``.
     """
+    # Each value but the first of a list or object follows a comma, each first one an opening bracket.
+    if sum(raw.count(mark) for mark in (b",", b"[", b"{")) > values:
+        raise PlanError(f"{where} holds more than {values} values, too many for what it should be")
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         data = dict(items)

@@ -29,7 +29,7 @@ def probe(fix: Fix, tree: SourceTree) -> Verdict:
     except SourceMissing as missing:
         return Verdict(Need.REFUSED, f"{missing}, and the probe does not know what took its place")
     except Exception as error:
-        return Verdict(Need.REFUSED, f"the probe failed: {type(error).__name__}: {error}")
+        return Verdict(Need.REFUSED, f"the probe failed: {_worded(error)}")
 
 
 class Engine:
@@ -50,8 +50,8 @@ class Engine:
             if fix.label not in self._verdicts:
                 try:
                     tree = self._tree()
-                except SourceMissing as missing:
-                    return Verdict(Need.REFUSED, str(missing))
+                except Exception as error:
+                    return Verdict(Need.REFUSED, f"vLLM's source can't be read: {_worded(error)}")
                 self._verdicts[fix.label] = probe(fix, tree)
             return self._verdicts[fix.label]
 
@@ -62,26 +62,32 @@ class Engine:
     def apply(self, phase: Phase, context: Context) -> list[Status]:
         """Install and configure what ``phase`` needs for this server, and report on those fixes.
 
-        Installing happens once a process; configuring happens for every server. A fix that fails at either is taken
-        back whole.
+        Installing happens once a process, and a fix that fails at it is taken back whole. Configuring happens for every
+        server, and failing at it concerns that server alone: what is installed serves the others.
         """
         with self._lock:
             fixes = [fix for fix in self.needed(context) if fix.phase is phase]
-            for fix in fixes:
-                if self.verdict(fix).need is Need.APPLY:
-                    self._apply(fix, context)
-            return [self.status(fix) for fix in fixes]
+            return [self._apply(fix, context) for fix in fixes]
 
-    def _apply(self, fix: Fix, context: Context) -> None:
-        try:
-            if fix.install is not None and fix.label not in self._applied:
-                fix.install(self.patcher.for_fix(fix.label))
-            if fix.configure is not None:
+    def _apply(self, fix: Fix, context: Context) -> Status:
+        if self.verdict(fix).need is not Need.APPLY:
+            return self.status(fix)
+        if fix.label not in self._applied:
+            self._install(fix)
+        if fix.configure is not None and fix.label in self._applied:
+            try:
                 fix.configure(context)
+            except Exception as error:
+                return Status(fix, State.FAILED, f"for this server: {_worded(error)}")
+        return self.status(fix)
+
+    def _install(self, fix: Fix) -> None:
+        try:
+            if fix.install is not None:
+                fix.install(self.patcher.for_fix(fix.label))
         except Exception as error:
             self.patcher.revert(fix.label)
-            self._applied.pop(fix.label, None)
-            self._failed[fix.label] = f"{type(error).__name__}: {error}"
+            self._failed[fix.label] = _worded(error)
         else:
             self._failed.pop(fix.label, None)
             self._applied[fix.label] = self.verdict(fix).reason
@@ -110,6 +116,11 @@ class Engine:
             self._applied.clear()
             self._failed.clear()
             return left
+
+
+def _worded(error: Exception) -> str:
+    """An exception in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
 
 
 def unmet(statuses: Iterable[Status]) -> list[Status]:

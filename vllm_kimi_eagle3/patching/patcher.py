@@ -132,17 +132,20 @@ class Patcher:
                 if slot.function is function:  # pyright: ignore[reportUnnecessaryComparison]
                     name = function.__qualname__
                     raise PatchConflict(f"{name} is already patched by {slot.fix}; two fixes want one target")
-            self._code_slots.append(_CodeSlot(function, function.__code__, code, fix))
+            original = function.__code__
             _set_code(function, code)
+            self._code_slots.append(_CodeSlot(function, original, code, fix))
 
     def _put(self, fix: str, owner: Any, attribute: str, new: Any) -> None:
         for slot in self._slots:
             if slot.owner is owner and slot.attribute == attribute:
                 raise PatchConflict(f"{_describe(slot)} is already patched by {slot.fix}; two fixes want one target")
         original = vars(owner).get(attribute, _MISSING)
+        slot = _Slot(owner, attribute, original, new, fix)
         setattr(owner, attribute, new)
+        self._slots.append(slot)
         # A class may store what it is given in another form; compare later with what it really holds.
-        self._slots.append(_Slot(owner, attribute, original, vars(owner)[attribute], fix))
+        slot.ours = vars(owner).get(attribute, _MISSING)
 
 
 @dataclass(frozen=True)
@@ -205,4 +208,4 @@ def _set_code(function: Any, code: CodeType) -> None:
 def _describe(slot: _Slot) -> str:
     if inspect.isclass(slot.owner):
         return f"{slot.owner.__module__}:{slot.owner.__qualname__}.{slot.attribute}"
-    return f"{getattr(slot.owner, '__name__', slot.owner)}:{slot.attribute}"
+    return f"{slot.owner.__name__}:{slot.attribute}"

@@ -8,15 +8,17 @@ a reference that dequantised in its own way would answer a different question fr
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
+
+from vllm_kimi_eagle3.layers.files import MAX_CONFIG, inside, ordinary, read_config, read_object
+from vllm_kimi_eagle3.layers.plan import PlanError
 
 _QUANTISED = (".weight_scale", ".weight_scale_inv", ".weight_packed", ".qweight", ".weight_shape")
 _WRAPPER_ONLY = ("vision_tower.", "mm_projector.")
@@ -77,16 +79,13 @@ def load_checkpoint(folder: str | Path, *, dtype: torch.dtype = torch.float32, l
 
     Raises:
         FileNotFoundError: no config.json, or no safetensors file.
-        ValueError: two files hold the same tensor, or the weights are quantised.
+        ValueError: two files hold the same tensor, the weights are quantised, or a file can't be trusted.
     """
     folder = Path(folder)
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        names: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        paths = sorted({folder / file for file in names.values()})
-    else:
-        paths = sorted(folder.glob("*.safetensors"))
+    if not (folder / "config.json").exists():
+        raise FileNotFoundError(f"{folder}: no config.json")
+    config = read_config(folder)
+    paths = [ordinary(inside(folder, path)) for path in _files(folder)]
     if not paths:
         raise FileNotFoundError(f"{folder}: no *.safetensors file; other formats are not read")
 
@@ -110,9 +109,10 @@ def load_tensor(folder: str | Path, name: str, *, dtype: torch.dtype = torch.flo
     """One tensor of a checkpoint, quantised elsewhere or not, by its name in a plain one.
 
     Raises:
-        ValueError: no file stores it, or not as floating point numbers.
+        ValueError: no file stores it, or not as floating point numbers, or a file can't be trusted.
     """
-    for path in sorted(Path(folder).glob("*.safetensors")):
+    folder = Path(folder)
+    for path in (ordinary(inside(folder, path)) for path in _files(folder)):
         with safe_open(path, framework="pt") as f:
             for stored in f.keys():  # noqa: SIM118 (not a dict)
                 if stored.removeprefix("language_model.") == name:
@@ -121,6 +121,17 @@ def load_tensor(folder: str | Path, name: str, *, dtype: torch.dtype = torch.flo
                         raise ValueError(f"{path}: {stored} is {tensor.dtype}, floating point numbers were expected")
                     return tensor.to(dtype)
     raise ValueError(f"{folder}: no file stores {name}")
+
+
+def _files(folder: Path) -> list[Path]:
+    """The safetensors files that the index names, or all of them where there is no index."""
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return sorted(folder.glob("*.safetensors"))
+    names = read_object(inside(folder, index), MAX_CONFIG).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in cast("dict[str, Any]", names).values()):
+        raise PlanError(f"{index} has no weight_map of file names")
+    return sorted({folder / name for name in cast("dict[str, str]", names).values()})
 
 
 def _plain_name(stored: str) -> str | None:
