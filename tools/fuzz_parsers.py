@@ -68,7 +68,7 @@ def pair(body: bytes) -> None:
     drafter: Any = load_json(second, "the drafter")
     plan = resolve(target, drafter)
     if sorted(set(plan.boundaries)) != list(plan.boundaries) or not all(
-        0 < boundary <= plan.num_layers for boundary in plan.boundaries
+        0 <= boundary <= plan.num_layers for boundary in plan.boundaries
     ):
         raise Finding(f"boundaries {plan.boundaries} of {plan.num_layers} layers")
     if resolve(target, {**drafter, **config_updates(plan, drafter)}) != plan:

@@ -147,12 +147,11 @@ def plans() -> Iterator[tuple[str, Any]]:
         "stages": {"pipeline_parallel_size": 2},
         "fixed fc": {"fixed_fc_states": 4},
         "no last": {"layer_ids": [2, 5, 10], "last_boundary_capturable": False},
-        "embeddings": {"layer_ids": [0, 5, 7], "embeddings_capturable": True},
+        "embeddings": {"layer_ids": [0, 5, 7]},
     }
     for name, chosen in options.items():
         yield f"option {name}", plan(TEN, nested(3, 6, 8), **chosen)
         yield f"option {name}, no aux", plan(TEN, without, **chosen)
-    yield "embeddings, ambiguous", plan(TEN, nested(0, 5, 8), embeddings_capturable=True)
     targets: dict[str, Any] = {
         "none": {},
         "a list": [],
