@@ -36,7 +36,7 @@ V1, V2 = ({"VLLM_USE_V2_MODEL_RUNNER": which} for which in "01")
 
 # name: (target, drafter, overlay, variables, engine arguments)
 CASES: dict[str, tuple[str, str | None, str, dict[str, str], dict[str, Any]]] = {
-    "no speculation": ("kimi_k25", None, "on", {}, {}),
+    "no speculation": ("deepseek_v3", None, "on", {}, {}),
     "default runner, stock": ("kimi_k25", "eagle3_gqa_nested", "off", {}, {}),
     "default runner, overlay": ("kimi_k25", "eagle3_gqa_nested", "on", {}, RULE),
     "V1, stock": ("deepseek_v3", "eagle3_gqa_nested", "off", V1, {}),
@@ -46,6 +46,13 @@ CASES: dict[str, tuple[str, str | None, str, dict[str, str], dict[str, Any]]] = 
     "MLA drafter of type deepseek_v3, stock": ("deepseek_v3", "eagle3_mla_nested_v3", "off", {}, {}),
     "MLA drafter of type deepseek_v3, overlay": ("deepseek_v3", "eagle3_mla_nested_v3", "on", {}, RULE),
     "compiled with graphs, overlay": ("kimi_k25", "eagle3_gqa_nested", "on", {}, {**RULE, "enforce_eager": False}),
+    "legacy schema, compiled with graphs": (
+        "kimi_k25_legacy",
+        "eagle3_gqa_nested",
+        "on",
+        {},
+        {**RULE, "enforce_eager": False},
+    ),
     "forced MLA backend, stock": ("deepseek_v3", "eagle3_gqa_boundary", "off", {}, FORCED),
     "forced MLA backend, overlay": ("deepseek_v3", "eagle3_gqa_boundary", "on", {}, FORCED),
     "legacy schema, stock": ("kimi_k25_legacy", "eagle3_gqa_nested", "off", {}, {}),
@@ -98,6 +105,8 @@ def measure(pair: dict[str, Path], name: str, requests: list[Any]) -> dict[str, 
             env={"VLLM_USE_FLASHINFER_SAMPLER": "0", **env},
             dtype="bfloat16",
             max_num_seqs=64,
+            # Kimi's processor wants a tokenizer, even for a server that serves text only.
+            skip_tokenizer_init="kimi" not in target,
             **arguments,
         )
     except EngineFailed as failed:

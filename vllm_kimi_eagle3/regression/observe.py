@@ -31,8 +31,12 @@ def embeddings_change(runner: Any) -> bool | str:
 def expanded_parameters() -> list[list[float]] | None:
     """Sampling parameters of three requests, spread over their 3, 1 and 2 draft tokens by the CPU's own kernel (C5).
 
-    None where this vLLM has no such kernel. -7 is what nobody wrote.
+    None where this vLLM has no such kernel, or does not run on a CPU. -7 is what nobody wrote.
     """
+    from vllm.platforms import current_platform
+
+    if current_platform.device_type != "cpu":
+        return None
     try:
         from vllm.utils import cpu_triton_utils
     except ImportError:
