@@ -15,7 +15,6 @@ import argparse
 import datetime
 import importlib.metadata
 import json
-import re
 import shutil
 import tempfile
 import time
@@ -80,16 +79,6 @@ def prepare(folder: Path) -> dict[str, Path]:
     return pair | {without.name: without}
 
 
-def summary(log: str) -> str:
-    """The last line of an error that says what it was; the engine core's own, not that it failed."""
-    lines = [
-        line
-        for line in log.splitlines()
-        if re.search(r"(Error|Exception|assert)", line) and "Engine core initialization failed" not in line
-    ]
-    return lines[-1][-400:] if lines else log[-400:]
-
-
 def measure(pair: dict[str, Path], name: str, requests: list[Any]) -> dict[str, Any]:
     """Run one case; an engine that fails is a result too."""
     target, drafter, overlay, env, arguments = CASES[name]
@@ -110,7 +99,7 @@ def measure(pair: dict[str, Path], name: str, requests: list[Any]) -> dict[str, 
             **arguments,
         )
     except EngineFailed as failed:
-        result["error"] = summary(str(failed))
+        result["error"] = failed.reason
         result["log"] = str(failed)[-6000:]
     else:
         (batch,) = run.result["rounds"]

@@ -26,6 +26,7 @@ from vllm_kimi_eagle3.verify.drive import Served
 
 PROBE = "vllm_kimi_eagle3.regression.engine_probe"
 TARGET_PROBE = "vllm_kimi_eagle3.regression.target_probe"
+_WARNING = re.compile(r"\b(WARNING|INFO)\b|\[W\d")
 _ERROR = re.compile(r"^(\([^)]*\) )?(\w+ [\d:. -]+\[\S+\] )?[\w.]*(Error|Exception)\b")
 Request = tuple[Sequence[int], int, Sequence[int]] | tuple[Sequence[int], int, Sequence[int], int]
 """Prompt ids, max_tokens, stop token ids, and the step before which it joins."""
@@ -39,7 +40,7 @@ class EngineFailed(AssertionError):
     @property
     def reason(self) -> str:
         """The line that says what was wrong: the last one that looks like it."""
-        lines = [line.strip() for line in str(self).splitlines()]
+        lines = [line.strip() for line in str(self).splitlines() if not _WARNING.search(line)]
         errors = [line for line in lines if _ERROR.search(line)]
         # The wrapping errors of a server's processes come last and say nothing.
         own = [line for line in errors if "Engine core init" not in line and "See stack trace" not in line]
