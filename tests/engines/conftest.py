@@ -82,6 +82,8 @@ def target_run(run: Callable[..., dict[str, Any]], models: dict[str, Path]) -> C
         }
         if kind == "kimi_k25":
             arguments["limit_mm_per_prompt"] = {"vision_chunk": 0}
+            # Some releases take Kimi's image processor from the checkpoint only: here it is this repository's code.
+            arguments["trust_remote_code"] = True
         job = {
             "engine": {**arguments, **engine},
             "drafter": str(models["drafter"]),
