@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
 import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import relative_error
 from transformers import DeepseekV3ForCausalLM
 
-from vllm_kimi_eagle3.reference import Target, load_checkpoint
+from vllm_kimi_eagle3.reference import Target, checkpoint, load_checkpoint
 
 PROMPT = [5, 17, 80, 3]
 Folders = dict[str, tuple[DeepseekV3ForCausalLM, Path]]
@@ -55,6 +56,24 @@ def test_dtype_applies_to_weights_but_not_to_ids_or_the_router_bias(plain: Path)
     assert kinds == {"weight": torch.bfloat16, "e_score_correction_bias": torch.float32}
     out = Target.load(plain, dtype=torch.bfloat16).forward(PROMPT)
     assert out.boundaries.dtype == out.logits.dtype == torch.bfloat16
+
+
+def test_an_index_chooses_the_files_and_one_too_large_is_passed_over(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(plain, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "another.safetensors").write_bytes(b"not one")
+    stored = [path.name for path in plain.glob("*.safetensors")]
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {str(i): name for i, name in enumerate(stored)}}))
+    assert load_checkpoint(tmp_path, lazy=True).weights.keys() == load_checkpoint(plain, lazy=True).weights.keys()
+    monkeypatch.setattr(checkpoint, "MAX_CONFIG", index.stat().st_size - 1)
+    with pytest.raises(Exception, match="header"):
+        load_checkpoint(tmp_path, lazy=True)
+    monkeypatch.undo()
+    index.write_text('{"weight_map": {"a": "../../etc/passwd"}}')
+    with pytest.raises(ValueError, match="out of its folder"):
+        load_checkpoint(tmp_path, lazy=True)
 
 
 def test_two_files_with_the_same_tensor_are_refused(plain: Path, tmp_path: Path) -> None:

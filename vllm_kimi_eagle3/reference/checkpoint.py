@@ -124,9 +124,12 @@ def load_tensor(folder: str | Path, name: str, *, dtype: torch.dtype = torch.flo
 
 
 def _files(folder: Path) -> list[Path]:
-    """The safetensors files that the index names, or all of them where there is no index."""
+    """The safetensors files that the index names; all of them where there is none, or one of tens of megabytes.
+
+    An index lists every tensor, and a 1T model has many.
+    """
     index = folder / "model.safetensors.index.json"
-    if not index.exists():
+    if not index.exists() or index.stat().st_size > MAX_CONFIG:
         return sorted(folder.glob("*.safetensors"))
     names = read_object(inside(folder, index), MAX_CONFIG).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in cast("dict[str, Any]", names).values()):
