@@ -325,6 +325,8 @@ def test_a_real_ctrl_c_while_a_server_is_slow(concurrency):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A shell's background jobs ignore the signal, and so do their children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout.readline() == "asked\n"
     process.send_signal(signal.SIGINT)

@@ -17,7 +17,7 @@ def main(models_file: str, result_file: str) -> None:
     """Configure, and say whether the overlay was there."""
     models = json.loads(Path(models_file).read_text())
     speculative = {"method": "eagle3", "model": models["drafter"], "num_speculative_tokens": 3}
-    common = {"dtype": "float32", "max_model_len": 128, "skip_tokenizer_init": True}
+    common = {"dtype": "float32", "max_model_len": 128, "skip_tokenizer_init": True, "gpu_memory_utilization": 0.1}
     EngineArgs(model=models["ours"], speculative_config=speculative, **common).create_engine_config()
     Path(result_file).write_text(json.dumps({"overlay": "vllm_kimi_eagle3.activation" in sys.modules}))
 

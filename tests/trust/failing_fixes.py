@@ -117,7 +117,7 @@ def main(models_file: str, result_file: str) -> None:
     """Run all cases and write what was seen."""
     models = json.loads(Path(models_file).read_text())
     log = Log()
-    common = {"dtype": "float32", "max_model_len": 128, "skip_tokenizer_init": True}
+    common = {"dtype": "float32", "max_model_len": 128, "skip_tokenizer_init": True, "gpu_memory_utilization": 0.1}
 
     def ours() -> Any:
         speculative = {"method": "eagle3", "model": models["drafter"], "num_speculative_tokens": 3}

@@ -83,7 +83,7 @@ from vllm.engine.arg_utils import EngineArgs
 models, out = json.loads(sys.argv[1]), sys.argv[2]
 speculative = {"method": "eagle3", "model": models["drafter"], "num_speculative_tokens": 3}
 config = EngineArgs(model=models["ours"], speculative_config=speculative, dtype="float32", max_model_len=128,
-                    skip_tokenizer_init=True).create_engine_config()
+                    skip_tokenizer_init=True, gpu_memory_utilization=0.1).create_engine_config()
 open(out, "wb").write(pickle.dumps(config))
 """
 
