@@ -14,37 +14,18 @@ from settings import DTYPE, SETTINGS
 
 from vllm_kimi_eagle3.reference import greedy
 from vllm_kimi_eagle3.regression.engine import EngineRun
-from vllm_kimi_eagle3.regression.settings import RIGHT
+from vllm_kimi_eagle3.regression.settings import BASIC, RIGHT, SITUATIONS
 from vllm_kimi_eagle3.verify.compare import Comparison
 from vllm_kimi_eagle3.verify.oracle import CheckpointOracle
 
 pytestmark = pytest.mark.engine
 Compared = Callable[..., Comparison]
 
-BASIC = [
-    "whole prefill",
-    "verify, all accepted",
-    "verify, some accepted",
-    "verify, none accepted",
-    "step after a rejection",
-    "across a block boundary",
-    "batch",
-    "batch of prefill and verify",
-    "a request joined",
-    "a request left",
-]
 EXPECTED = {
-    "eager": [*BASIC, "up to max_model_len"],
-    "tiny cache": [*BASIC, "resumed after preemption", "up to max_model_len"],
-    "chunked": [
-        # Of one draft, all or none are accepted; every prompt is longer than a chunk.
-        *(name for name in BASIC if name not in ("verify, some accepted", "whole prefill")),
-        "chunked prefill",
-        "prefix-cache hit",
-        "decode of one token",
-        "up to max_model_len",
-    ],
-    "compiled": [*BASIC, "up to max_model_len"],
+    "eager": SITUATIONS["eager"],
+    "tiny cache": (*SITUATIONS["kimi"], "up to max_model_len"),
+    "chunked": SITUATIONS["chunked"],
+    "compiled": SITUATIONS["compiled"],
     "bf16": BASIC,
     "float16": BASIC,
 }

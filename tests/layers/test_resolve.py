@@ -199,6 +199,10 @@ def test_what_the_release_can_capture():
     assert resolve(TEN, top(0, 5, 7)).boundaries == (0, 5, 7)
     # By the output rule 0 is an ordinary layer and 10 doesn't exist.
     assert resolve(TEN, nested(0, 5, 7), layer_rule="output").boundaries == (1, 6, 8)
+    # Nested and by no rule: no stock vLLM captures the embeddings, so its reading is nobody's.
+    with pytest.raises(PlanError, match=r"names id 0.*layer_rule output or boundary"):
+        resolve(TEN, nested(0, 5, 7))
+    assert resolve(TEN, nested(0, 5, 7), layer_rule="boundary").boundaries == (0, 5, 7)
     with pytest.raises(PlanError, match="boundary 11"):
         resolve(TEN, top(2, 5, 10), layer_rule="output")
     with pytest.raises(PlanError, match="one stage"):

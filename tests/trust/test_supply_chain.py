@@ -21,6 +21,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 PACKAGE = ROOT / "vllm_kimi_eagle3"
 CONTENTS = HERE / "wheel_contents.txt"
+LIMIT = 20 << 20
+"""Bytes of a wheel; the tiny pair is nearly all of them."""
 IGNORED = (".git", ".venv*", ".nox", ".cache", ".hypothesis", ".pytest_cache", ".ruff_cache", "mutants", "__pycache__")
 BUILD = """
 import sys
@@ -75,6 +77,11 @@ def test_the_wheel_holds_what_the_list_says(builds: list[list[Path]]) -> None:
         CONTENTS.write_text("".join(f"{name}\n" for name in names))
     assert names == CONTENTS.read_text().splitlines()
     assert all(name.startswith(("vllm_kimi_eagle3/", "vllm_kimi_eagle3-")) for name in names)
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    tracked = {name for name in listed if name.startswith("vllm_kimi_eagle3/")}
+    tracked |= {f"vllm_kimi_eagle3/{name}" for name in listed if name.startswith("patches/")}
+    assert {name for name in names if ".dist-info/" not in name} == tracked
+    assert builds[0][0].stat().st_size < LIMIT
     code = [name for name in names if not name.endswith((".py", ".patch", ".j2", "series", "README.md", "py.typed"))]
     data = "vllm_kimi_eagle3/tiny_kimi/"  # the tiny pair, which the demo and the suite for forks serve
     assert [name for name in code if ".dist-info/" not in name and not name.startswith(data)] == []
@@ -112,6 +119,7 @@ def test_the_metadata_names_licence_and_dependencies(builds: list[list[Path]]) -
     }
     assert "kimi_eagle3 = vllm_kimi_eagle3.plugin:register" in entry_points
     assert entry_points.count(" = ") == 2
+    assert "regression" in (metadata.get_all("Provides-Extra") or [])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
