@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.releases import build, definition
-from vllm_kimi_eagle3.fixes import float16_stream, k25_language_model, shared_lm_head, use_aux_flag
+from vllm_kimi_eagle3.fixes import embeddings, float16_stream, k25_language_model, shared_lm_head, use_aux_flag
 from vllm_kimi_eagle3.fixes.eagle3_interface import decoder
 
 DEEPSEEK = "model_executor/models/deepseek_v2.py"
@@ -60,6 +60,25 @@ def test_float16_leaves_the_callers_embeddings(release: str, mutates: bool) -> N
     given = torch.ones(3, 4, dtype=torch.float16)
     float16_stream.around(forward)(outer, None, torch.arange(3), None, given)
     assert bool((given == 1).all())
+
+
+@pytest.mark.parametrize("release", ["0.25.0", "0.33.0"])
+@pytest.mark.parametrize("from_ids", [False, True])
+def test_embeddings_are_captured_as_they_were_passed_in(release: str, from_ids: bool) -> None:
+    """D23, on a decoder that changes its input in place: in front of the loop's own states, before the change."""
+    outer, forward = causal_model(release)
+    given = torch.ones(3, 4, dtype=torch.float16)
+    inner = outer.model
+    inner.embed_input_ids = lambda ids: torch.ones(len(ids), 4, dtype=torch.float16)
+    model = type("Causal", (), {"forward": forward})()
+    model.model = lambda ids, *rest: inner(None, *rest[:2], inner.embed_input_ids(ids) if rest[2] is None else rest[2])
+    model.model.embed_input_ids = inner.embed_input_ids
+    capturing = embeddings.with_embeddings(model)
+    ids = torch.arange(3) if from_ids else None
+    _, captured = capturing(ids, torch.arange(3), inputs_embeds=None if from_ids else given)
+    assert len(captured) == 2
+    assert bool((captured[0] == 1).all())
+    assert from_ids or bool((given != 1).any()), "the control: this decoder does change what it is given"
 
 
 @pytest.mark.parametrize("release", ["0.17.1", "0.24.0", "0.33.0"])
