@@ -89,7 +89,7 @@ def test_total_on_arbitrary_json(target, drafter, rule, ids):
     attempt(target, drafter)
     attempt(target, drafter, layer_rule=rule, layer_ids=ids, pipeline_parallel_size=ids)
     attempt({"num_hidden_layers": 10, "hidden_size": 64}, drafter)
-    assert drafter == before
+    assert repr(drafter) == repr(before)  # a NaN is not equal to itself
 
 
 @settings(max_examples=200)
