@@ -942,6 +942,62 @@ EXPANSION = Recipe(
     ),
 )
 
+_POINTED = """\
+        spec_decode_utils.eagle_step_slot_mapping_metadata_kernel = (
+            cpu_tl.eagle_step_slot_mapping_metadata_kernel
+        )
+        vllm.v1.sample.rejection_sampler.rejection_greedy_sample_kernel = (
+            cpu_tl.rejection_greedy_sample_kernel
+        )
+        vllm.v1.sample.rejection_sampler.rejection_random_sample_kernel = (
+            cpu_tl.rejection_random_sample_kernel
+        )
+        vllm.v1.sample.rejection_sampler.expand_kernel = cpu_tl.expand_kernel
+        vllm.v1.sample.rejection_sampler.sample_recovered_tokens_kernel = (
+            cpu_tl.sample_recovered_tokens_kernel
+        )
+"""
+_POINTED_RIGHT = """\
+        spec_decode_utils._eagle_step_slot_mapping_metadata.kernel = (
+            cpu_tl.eagle_step_slot_mapping_metadata_kernel
+        )
+        vllm.v1.sample.rejection_sampler._rejection_greedy_sample.kernel = (
+            cpu_tl.rejection_greedy_sample_kernel
+        )
+        vllm.v1.sample.rejection_sampler._rejection_random_sample.kernel = (
+            cpu_tl.rejection_random_sample_kernel
+        )
+        vllm.v1.sample.rejection_sampler._expand.kernel = cpu_tl.expand_kernel
+        vllm.v1.sample.rejection_sampler._sample_recovered_tokens.kernel = (
+            cpu_tl.sample_recovered_tokens_kernel
+        )
+"""
+_EXPANDED = "    values = {0}.masked_fill({0} == replace_from, replace_to)\n"
+DISPATCHERS = Recipe(
+    label="C6 cpu-draft-step-kernel",
+    file="cpu-draft-step-kernel",
+    title="give the dispatchers of speculation their C++ kernels",
+    description="They bind arguments by name, so two parameters get the names that the dispatchers use.",
+    places=(
+        Place(
+            ("vllm.v1.worker.cpu_model_runner:CPUModelRunner._postprocess_triton",),
+            ((_POINTED, _POINTED_RIGHT),),
+        ),
+        Place(
+            ("vllm.utils.cpu_triton_utils:_eagle_step_slot_mapping_metadata_kernel_impl",),
+            (("    stride,\n    seq_lens,\n", "    block_table_stride,\n    seq_lens,\n"),),
+        ),
+        Place(
+            ("vllm.utils.cpu_triton_utils:_expand_kernel_impl",),
+            (("    input_val,\n    cu_num_tokens,\n", "    input,\n    cu_num_tokens,\n"),),
+        ),
+        Place(
+            ("vllm.utils.cpu_triton_utils:_expand_kernel_impl",),
+            ((_EXPANDED.format("input_val"), _EXPANDED.format("input")),),
+        ),
+    ),
+)
+
 RECIPES: tuple[Recipe, ...] = (
     WHITELIST,
     INTERFACE,
@@ -966,4 +1022,5 @@ RECIPES: tuple[Recipe, ...] = (
     ROTARY,
     BLOCKS,
     EXPANSION,
+    DISPATCHERS,
 )

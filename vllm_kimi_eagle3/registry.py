@@ -12,6 +12,7 @@ from vllm_kimi_eagle3.fixes import (
     cache_key,
     chunk_end_token,
     cpu_attention_block_size,
+    cpu_draft_step_kernel,
     cpu_kernel_rebinding,
     cpu_rotary_embedding,
     cpu_sampling_expansion,
@@ -59,6 +60,7 @@ FIXES: tuple[Fix, ...] = (
     cpu_rotary_embedding.FIX,
     cpu_attention_block_size.FIX,
     cpu_sampling_expansion.FIX,
+    cpu_draft_step_kernel.FIX,
 )
 
 ELSEWHERE: dict[str, str] = {

@@ -42,6 +42,7 @@ EXPECTED: dict[str, dict[str, Need]] = {
     "C2 cpu-rotary-embedding": {"0.15.0": A},
     "C3 cpu-attention-block-size": {"0.15.0": N, "0.28.0": R, "0.29.0": A},
     "C5 cpu-sampling-expansion": {"0.15.0": N, "0.20.0": A},
+    "C6 cpu-draft-step-kernel": {"0.15.0": N, "0.30.0": A, "0.31.0": R},
 }
 
 
