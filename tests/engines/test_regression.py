@@ -2,7 +2,7 @@
 """The installed suite, run as a user runs it: on stock vLLM exactly the tests of the table fail, and else none.
 
 
-``stock`` mends the CPU engine alone (C1 to C3, C5), without which these targets do not run there; ``off`` mends
+``stock`` mends the CPU engine alone (C1 to C3, C5, C6), without which these targets do not run there; ``off`` mends
 nothing. What is skipped is in the table, too: nothing is left out without a word.
 """
 
@@ -140,7 +140,7 @@ def collected(folder: Path, *arguments: str) -> list[str]:
 
 
 def test_markers_and_ids(tmp_path: Path) -> None:
-    assert len(collected(tmp_path, "-m", "cpu")) == 5
+    assert len(collected(tmp_path, "-m", "cpu")) == 6
     assert collected(tmp_path, "-k", "D18") == ["test_defect[D18-mla-drafter]"]
 
 

@@ -18,10 +18,12 @@ from typing import Any
 
 import pytest
 
+from tests.fixes import dispatchers
 from tests.layers import corpus
 from tests.patches.trees import ENDS, texts, touched
 from tests.releases import build, tree
 from vllm_kimi_eagle3.fixes import (
+    cpu_draft_step_kernel,
     cpu_sampling_expansion,
     draft_attention_backend,
     float16_stream,
@@ -312,6 +314,27 @@ def test_sampling_parameters_are_spread_as_the_overlay_does(release: str) -> Non
     ):
         assert spread(patched_expand, values, old, new) == spread(overlays, values, old, new)
         assert spread(patched_expand, values, old, new) == wanted
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# C6
+
+
+@pytest.mark.parametrize(("target", "kernel"), cpu_draft_step_kernel.KERNELS.items())
+def test_dispatchers_get_wrappers_that_take_their_names(target: str, kernel: str) -> None:
+    release = "0.30.0"
+    get = functools.partial(function, release)
+    runner = node(release, "vllm/v1/worker/cpu_model_runner.py", "_postprocess_triton", "CPUModelRunner")
+    setters = [n for n in ast.walk(runner) if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Attribute)]
+    owner = target.partition(":")[2]
+    (value,) = [n.value for n in setters if ast.unparse(n.targets[0]).endswith(f".{owner}.kernel")]
+    assert ast.unparse(value) == f"cpu_tl.{kernel}"
+    seen: list[dict[str, Any]] = []
+    made = dispatchers.dispatcher(get, target, kernel)
+    made.kernel = dispatchers.wrapper(get, kernel, seen)
+    given = dispatchers.launch(made)
+    (arguments,) = seen
+    dispatchers.arrived(arguments, given)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

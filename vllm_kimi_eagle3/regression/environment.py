@@ -65,7 +65,9 @@ class Environment:
             return tree.has_module(module) and words in tree.path(module).read_text("utf-8")
 
         asserts = says("vllm.v1.worker.cpu_model_runner", "spec decode is not supported")
-        cpu_mla = says("vllm.platforms.cpu", "CPU_MLA") and os.environ.get("VLLM_MLA_DISABLE", "0") in ("", "0")
+        # 0.28.0 chooses CPU_MLA, and then imports a prefill backend for CUDA: it has none for the CPU.
+        prefill = tree.has_module("vllm.v1.attention.backends.mla.prefill.cpu_sdpa")
+        cpu_mla = prefill and os.environ.get("VLLM_MLA_DISABLE", "0") in ("", "0")
         kimi = "vllm.model_executor.models.kimi_k25"
         return cls(
             release=release,
@@ -111,7 +113,7 @@ class Environment:
                 "vLLM's CPU engine does not run these targets as it is (C1 to C3), so most of what follows fails for"
                 " that; VLLM_KIMI_EAGLE3=stock mends this alone, and shows stock vLLM's EAGLE-3"
                 if self.overlay != "stock"
-                else "stock vLLM, with only its CPU engine mended (C1 to C3, C5)"
+                else "stock vLLM, with only its CPU engine mended (C1 to C3, C5, C6)"
             )
         return lines
 

@@ -363,6 +363,14 @@ def sampling_parameters_arrive(suite: Suite) -> None:
     assert expanded == EXPANDED
 
 
+@defect("C6-draft-step-kernel", pytest.mark.cpu)
+def speculation_runs_on_cpu(suite: Suite) -> None:
+    """A drafter takes more than one step, and what it drafts is verified."""
+    needs_speculation(suite)
+    counted = [found["counters"] for found in suite.run("eager").result["rounds"]]
+    assert sum(sum(c["num_draft_tokens"]) for c in counted) > sum(sum(c["num_drafts"]) for c in counted) > 0
+
+
 @pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS[name], id=name) for name in CHECKS])
 def test_defect(suite: Suite, name: str) -> None:
     """Run a defect's check."""
