@@ -977,7 +977,7 @@ DISPATCHERS = Recipe(
     label="C6 cpu-draft-step-kernel",
     file="cpu-draft-step-kernel",
     title="give the dispatchers of speculation their C++ kernels",
-    description="They bind arguments by name, so two parameters get the names that the dispatchers use.",
+    description="The dispatchers bind arguments by name, so two of the wrappers' parameters get theirs.",
     places=(
         Place(
             ("vllm.v1.worker.cpu_model_runner:CPUModelRunner._postprocess_triton",),
