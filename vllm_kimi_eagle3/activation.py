@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from vllm_kimi_eagle3 import __version__, watch
-from vllm_kimi_eagle3.fixes import _boundaries
+from vllm_kimi_eagle3.fixes import _boundaries, drafter_media
 from vllm_kimi_eagle3.layers import CapturePlan, PlanError, facts_of, read_headers, resolve, stock_boundaries
 from vllm_kimi_eagle3.layers.alignment import content_key, load
 from vllm_kimi_eagle3.layers.files import local_folder, read_config
@@ -46,7 +46,7 @@ TARGETS = frozenset({"DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration"}
 RECORD = "kimi_eagle3"
 """The overlay's key in ``additional_config``."""
 
-_USER_KEYS = frozenset({"layer_rule", "layer_ids"})
+_USER_KEYS = frozenset({"layer_rule", "layer_ids", drafter_media.KEY})
 _RECORD_KEYS = frozenset({"plan", "version", "fixes"})
 
 ENGINE = Engine(FIXES)
@@ -234,6 +234,12 @@ def configure_server(context: Context) -> None:
         try:
             watch.settings()  # a mistyped number, too, is to be said now
             context = replace(context, plan=make_plan(vllm_config, record))
+            if context.target_architecture == "KimiK25ForConditionalGeneration":
+                # Written even where it is the default: it decides what a compiled drafter is traced with.
+                record[drafter_media.KEY] = drafter_media.chosen(vllm_config)
+                drafter_media.check(vllm_config, record[drafter_media.KEY])
+            elif record.get(drafter_media.KEY):
+                raise PlanError(f"{drafter_media.KEY} is given, but the target takes no pictures; leave it out")
         except PlanError as error:
             raise OverlayError(f"vllm-kimi-eagle3: {error}") from None
         assert context.plan is not None
@@ -434,6 +440,10 @@ def _announce(vllm_config: Any, record: Mapping[str, Any], labels: list[str]) ->
             return
         _announced.add(plan_line)
     parts = [plan_line, _stock_sentence(vllm_config)] if plan_line else []
+    if record.get(drafter_media.KEY):
+        parts.append(
+            f"where a prompt has a picture, the drafter sees {drafter_media.CHOICES[record[drafter_media.KEY]]}"
+        )
     line = "; ".join([*parts, f"fixes: {', '.join(labels)}"])
     release = installed_release() or "of unknown release"
     logger.info("vllm-kimi-eagle3 %s, vLLM %s, pid %d: %s", __version__, release, os.getpid(), line)

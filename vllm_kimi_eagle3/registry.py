@@ -18,6 +18,7 @@ from vllm_kimi_eagle3.fixes import (
     cpu_sampling_expansion,
     draft_attention_backend,
     draft_block_size,
+    drafter_media,
     drafter_rope,
     eagle3_interface,
     embeddings,
@@ -55,6 +56,7 @@ FIXES: tuple[Fix, ...] = (
     float16_stream.CLONE,
     chunk_end_token.FIX,
     embeddings.FIX,
+    drafter_media.FIX,
     drafter_rope.FIX,
     cpu_kernel_rebinding.FIX,
     cpu_rotary_embedding.FIX,
@@ -74,8 +76,6 @@ UNDONE: dict[str, str] = {
     " then start with cudagraph_mode PIECEWISE",
     "D19": "TRITON_MLA up to 0.30 verifies by its prefill path: slow, not wrong, and a matter of kernels and CUDA"
     " graphs that needs a GPU to prove",
-    "D21": "image prompts: the drafter embeds the pad token where trainers used the picture's embedding; its effect is"
-    " not measured, and text is right either way",
     "D24": "V1 does not run the drafter for a batch in which one request is within k tokens of its longest length: the"
     " other requests lose those rows for good; text is right, and V2 has no such rule",
     "C4": "chunked prefill and prefix caching are off with MLA on CPU by a rule of the platform: a limit, not a fault",

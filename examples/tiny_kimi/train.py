@@ -287,10 +287,13 @@ class Target(nn.Module):
         self.model = Body()
         self.lm_head = linear(HIDDEN, VOCAB)
 
-    def forward(self, ids: torch.Tensor, boundaries: tuple[int, ...] = (), caches=None, start: int = 0):
-        """Ids (B, T) -> logits (B, T, vocab), the streams at `boundaries` in order, loads (MoE layers, experts)."""
+    def forward(self, ids: torch.Tensor, boundaries: tuple[int, ...] = (), caches=None, start: int = 0, embeds=None):
+        """Ids (B, T) -> logits (B, T, vocab), the streams at `boundaries` in order, loads (MoE layers, experts).
+
+        `embeds` (B, T, hidden) stand in for the ids' embeddings.
+        """
         positions = torch.arange(start, start + ids.shape[1], device=ids.device)
-        x = self.model.embed_tokens(ids)
+        x = self.model.embed_tokens(ids) if embeds is None else embeds
         streams, loads = [x], []
         for i, layer in enumerate(self.model.layers):
             x, load = layer(x, positions, None if caches is None else (*caches[i], start))
@@ -737,10 +740,10 @@ def import_target(tensors: dict[str, torch.Tensor]) -> Target:
     return round_weights(target)
 
 
-def vision_tensors() -> dict[str, torch.Tensor]:
-    """A small random vision tower and projector under Kimi-K2.5's names; it is never trained."""
+def vision_tensors(width: int = 32, mlp: int = 64) -> dict[str, torch.Tensor]:
+    """A small random vision tower and projector under Kimi-K2.5's names; in this pair it is never trained."""
     generator = torch.Generator().manual_seed(SEED)
-    width, mlp, patch, grid, blocks = 32, 64, 14, 8, 2
+    patch, grid, blocks = 14, 8, 2
 
     def normal(*shape: int) -> torch.Tensor:
         return (torch.randn(*shape, generator=generator) * INIT_STD).bfloat16()

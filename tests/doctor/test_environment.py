@@ -15,6 +15,7 @@ import pytest
 
 from vllm_kimi_eagle3.doctor.environment import ask, judge
 from vllm_kimi_eagle3.doctor.findings import Finding
+from vllm_kimi_eagle3.fixes import drafter_media
 
 ROOT = Path(__file__).resolve().parents[2]
 LINK = {"module": "vllm_kimi_eagle3.activation", "file": "/site/vllm_kimi_eagle3/activation.py"}
@@ -63,6 +64,8 @@ BAD: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
     "watch misspelt": ("watch", "error", "'30'", GOOD, {W: "1", f"{W}_BELOW": "30"}),
     "watch set": ("watch", "info", "fewer than 30%", GOOD, {W: "1"}),
     "rule misspelt": ("layer-rule-variable", "error", "'outputs'", GOOD, {"VLLM_KIMI_EAGLE3_LAYER_RULE": "outputs"}),
+    "media misspelt": ("drafter-media-variable", "error", "'pixel'", GOOD, {drafter_media.VARIABLE: "pixel"}),
+    "media set": ("drafter-media-variable", "info", "own embedding", GOOD, {drafter_media.VARIABLE: "embedding"}),
     "rule set": ("layer-rule-variable", "info", "every drafter", GOOD, {"VLLM_KIMI_EAGLE3_LAYER_RULE": "output"}),
     "filtered": ("plugins-filter", "error", "leaves out", GOOD, {"VLLM_PLUGINS": "lora"}),
     "filtered out by nothing": ("plugins-filter", "error", "leaves out", GOOD, {"VLLM_PLUGINS": ""}),

@@ -37,6 +37,7 @@ EXPECTED: dict[str, dict[str, Need]] = {
     "D17 float16-clone": {"0.15.0": R, "0.25.0": A},
     "D22 chunk-end-token": {"0.15.0": R, "0.19.0": A},
     "D23 embeddings": {"0.15.0": R, "0.18.0": A},
+    "D21 drafter-media": {"0.15.0": A},
     "D25 drafter-rope": {"0.15.0": N, "0.18.0": A, "0.28.0": R},
     "C1 cpu-kernel-rebinding": {"0.15.0": N, "0.31.0": A},
     "C2 cpu-rotary-embedding": {"0.15.0": A},

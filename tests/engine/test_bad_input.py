@@ -53,6 +53,8 @@ CASES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "unknown rule": ("choose", {"layer_rule": "input"}, ["input", "output", "boundary"]),
     "unknown key": ("choose", {"layers": [1]}, ["layers", "layer_ids"]),
     "ids of the user's beyond the target": ("choose", {"layer_ids": [4, 7, 11]}, ["11", "10"]),
+    "pictures for a target without eyes": ("choose", {"drafter_media": "embedding"}, ["drafter_media", "pictures"]),
+    "an unknown way to see pictures": ("show", {"drafter_media": "pixels"}, ["pixels", "placeholder", "embedding"]),
 }
 
 
@@ -70,8 +72,10 @@ def answers(pair: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
             config.write_bytes(detail["text"].encode(errors="surrogateescape"))
         elif kind == "remove":
             config.unlink()
-        choice = {"kimi_eagle3": detail} if kind == "choose" else {}
+        choice = {"kimi_eagle3": detail} if kind in ("choose", "show") else {}
         jobs[name] = server(pair, drafter, additional_config=choice)
+        if kind == "show":
+            jobs[name]["model"] = str(pair["kimi_k25"])
     jobs["right"] = server(pair, pair["eagle3_gqa_nested"])
     # A related target that the overlay does not serve.
     related = folder / "related"

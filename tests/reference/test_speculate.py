@@ -12,6 +12,7 @@ from tiny_models import drafter_files, relative_error
 from torch import Tensor
 
 from vllm_kimi_eagle3.reference import Drafter, Proposal, SpeculationTrace, Target, fc_rows, greedy, speculate
+from vllm_kimi_eagle3.reference.ops import Media
 
 PROMPT = [5, 17, 80, 3, 44, 9, 61]
 IDS = (1, 2, 4)
@@ -28,7 +29,9 @@ class Scripted:
     def start(self) -> "Scripted":
         return self
 
-    def propose(self, rows: Tensor, token_ids: Sequence[int], first_position: int, k: int) -> Proposal:
+    def propose(
+        self, rows: Tensor, token_ids: Sequence[int], first_position: int, k: int, media: Media | None = None
+    ) -> Proposal:
         at = first_position + len(token_ids) + 1  # index of the first token to guess
         guesses = (self.text + [0] * k)[at : at + k]
         good = self.right(self.calls)

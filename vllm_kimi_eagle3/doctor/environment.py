@@ -18,6 +18,7 @@ from typing import Any, cast
 
 from vllm_kimi_eagle3 import __version__, watch
 from vllm_kimi_eagle3.doctor.findings import Finding, ok
+from vllm_kimi_eagle3.fixes import drafter_media
 from vllm_kimi_eagle3.layers import PlanError
 
 PROBE = Path(__file__).with_name("probe.py")
@@ -169,6 +170,23 @@ def _switch(report: Report, environment: Mapping[str, str]) -> Iterator[Finding]
                 "info",
                 f"VLLM_KIMI_EAGLE3_LAYER_RULE={rule} decides for every drafter that this shell's servers load",
             )
+
+    media = (environment.get(drafter_media.VARIABLE) or "").strip()
+    if media and media not in drafter_media.CHOICES:
+        yield Finding(
+            "drafter-media-variable",
+            "error",
+            f"{drafter_media.VARIABLE} is {media[:40]!r}",
+            "a server of Kimi-K2.5 refuses to start with it",
+            f"set it to {', '.join(drafter_media.CHOICES)}, or leave it unset",
+        )
+    elif media:
+        yield Finding(
+            "drafter-media-variable",
+            "info",
+            f"where a prompt has a picture, the drafters of this shell's Kimi-K2.5 servers see"
+            f" {drafter_media.CHOICES[media]}",
+        )
 
 
 def _filter(report: Report, environment: Mapping[str, str]) -> Iterator[Finding]:

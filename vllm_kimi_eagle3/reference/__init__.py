@@ -14,15 +14,16 @@ the embedding, boundary L the stream before the final norm. vLLM counts its aux 
     trace.output_ids, trace.drafted, trace.accepted, trace.acceptance_length, trace.steps[1].drafter_rows
 
 What it knows: bf16/float16/float32 weights, GQA and MLA drafters with the switches that vLLM 0.32 reads, vLLM's
-counters for one request on the V1 runner without async scheduling. What it does not: quantised weights, images,
-sampling, parallel or tree drafting, MTP.
+counters for one request on the V1 runner without async scheduling, pictures and video chunks as Kimi-K2.5 embeds
+them. What it does not: quantised weights, sampling, parallel or tree drafting, MTP.
 """
 
 from vllm_kimi_eagle3.reference.checkpoint import Checkpoint, load_checkpoint
 from vllm_kimi_eagle3.reference.drafter import Drafter, DrafterSession, Proposal
-from vllm_kimi_eagle3.reference.ops import Cache
+from vllm_kimi_eagle3.reference.ops import Cache, media_at
 from vllm_kimi_eagle3.reference.speculate import SpeculationTrace, Step, fc_rows, greedy, speculate
 from vllm_kimi_eagle3.reference.target import Borrowed, Target, TargetOutput
+from vllm_kimi_eagle3.reference.vision import Vision, patchify
 
 __all__ = [
     "Borrowed",
@@ -35,8 +36,11 @@ __all__ = [
     "Step",
     "Target",
     "TargetOutput",
+    "Vision",
     "fc_rows",
     "greedy",
     "load_checkpoint",
+    "media_at",
+    "patchify",
     "speculate",
 ]

@@ -8,7 +8,7 @@ a reference that dequantised in its own way would answer a different question fr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -81,7 +81,25 @@ def load_checkpoint(folder: str | Path, *, dtype: torch.dtype = torch.float32, l
         FileNotFoundError: no config.json, or no safetensors file.
         ValueError: two files hold the same tensor, the weights are quantised, or a file can't be trusted.
     """
-    folder = Path(folder)
+    config, weights = _load(Path(folder), _plain_name, dtype)
+    return Checkpoint(Path(folder), config.get("text_config", config), weights if lazy else dict(weights))
+
+
+def load_vision_checkpoint(folder: str | Path, *, dtype: torch.dtype = torch.float32) -> Checkpoint:
+    """The part of a Kimi-K2.5 checkpoint that ``load_checkpoint`` leaves out; its config is the whole config.json.
+
+    Raises:
+        FileNotFoundError: no config.json, or no safetensors file.
+        ValueError: as in ``load_checkpoint``, or there is no such part.
+    """
+    config, weights = _load(Path(folder), lambda stored: stored if stored.startswith(_WRAPPER_ONLY) else None, dtype)
+    if not weights or "vision_config" not in config:
+        raise ValueError(f"{folder}: no vision_config with the weights of a vision tower; only Kimi-K2.5's has one")
+    return Checkpoint(Path(folder), config, dict(weights))
+
+
+def _load(folder: Path, name_of: Callable[[str], str | None], dtype: torch.dtype) -> tuple[dict[str, Any], LazyWeights]:
+    """The config, and the tensors that ``name_of`` gives a name."""
     if not (folder / "config.json").exists():
         raise FileNotFoundError(f"{folder}: no config.json")
     config = read_config(folder)
@@ -95,14 +113,13 @@ def load_checkpoint(folder: str | Path, *, dtype: torch.dtype = torch.float32, l
             for stored in f.keys():  # noqa: SIM118 (not a dict)
                 if stored.endswith(_QUANTISED):
                     raise ValueError(f"{path}: {stored} belongs to a quantised checkpoint; give an unquantised one")
-                name = _plain_name(stored)
+                name = name_of(stored)
                 if name is None:
                     continue
                 if name in files:
                     raise ValueError(f"{folder}: {name} is in {files[name][0].name} and in {path.name}")
                 files[name] = (path, stored)
-    weights = LazyWeights(files, dtype)
-    return Checkpoint(folder, config.get("text_config", config), weights if lazy else dict(weights))
+    return config, LazyWeights(files, dtype)
 
 
 def load_tensor(folder: str | Path, name: str, *, dtype: torch.dtype = torch.float32) -> Tensor:

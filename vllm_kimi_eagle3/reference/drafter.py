@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm_kimi_eagle3.reference.checkpoint import load_checkpoint
-from vllm_kimi_eagle3.reference.ops import GQA, MLA, Cache, Weights, rms_norm, swiglu
+from vllm_kimi_eagle3.reference.ops import GQA, MLA, Cache, Media, Weights, placed, rms_norm, swiglu
 from vllm_kimi_eagle3.reference.target import Borrowed, Target
 
 
@@ -122,20 +122,23 @@ class Drafter:
         return F.linear(rows, self.weights["fc.weight"])
 
     @torch.inference_mode()
-    def forward(self, token_ids: Sequence[int], hidden: Tensor, cache: Cache) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, token_ids: Sequence[int], hidden: Tensor, cache: Cache, media: Media | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Run T rows that follow those in ``cache``.
 
         Args:
             token_ids: T ids; row i's is the token *after* the one whose features it holds.
             hidden: (T, H_draft), fc's output, or what this function returned as carried state.
             cache: extended by T rows; its length before is the first row's position.
+            media: rows that stand in for the embeddings of some of ``token_ids``.
 
         Returns:
             (T, H_draft) for the lm_head, and (T, H_draft) carried into the next pass: the stream before the final norm,
             or after it with ``norm_output``.
         """
         w, start = self.weights, cache.length
-        embeds = F.embedding(torch.tensor(token_ids, device=hidden.device), w["embed_tokens.weight"])
+        embeds = placed(self.embed(token_ids), media)
         stream = hidden
         for i in range(self.num_layers):
             name = f"layers.{i}"
@@ -151,6 +154,11 @@ class Drafter:
         normed = rms_norm(w, "norm", stream, self.eps)
         return normed, normed if self.norm_output else stream
 
+    def embed(self, token_ids: Sequence[int]) -> Tensor:
+        """The tokens' embeddings, (T, H_draft)."""
+        table = self.weights["embed_tokens.weight"]
+        return F.embedding(torch.tensor(token_ids, device=table.device), table)
+
     def logits(self, normed: Tensor) -> Tensor:
         """(T, H_draft) -> (T, V_draft), in the draft vocabulary."""
         head = self.weights["lm_head.weight"][: len(self.draft_to_target)]
@@ -165,7 +173,9 @@ class DrafterSession:
         self.cache = Cache()
 
     @torch.inference_mode()
-    def propose(self, rows: Tensor, token_ids: Sequence[int], first_position: int, k: int) -> Proposal:
+    def propose(
+        self, rows: Tensor, token_ids: Sequence[int], first_position: int, k: int, media: Media | None = None
+    ) -> Proposal:
         """Take in the newly confirmed rows and draft k tokens.
 
         The drafts' own rows are dropped from the cache afterwards: the engine leaves them in place and overwrites them
@@ -176,6 +186,7 @@ class DrafterSession:
             token_ids: T ids, each the token after its row's; the last one is the newest sampled.
             first_position: position of the first row.
             k: how many tokens to draft.
+            media: rows that stand in for the embeddings of some of ``token_ids``; not of the drafts.
 
         Raises:
             ValueError: the rows do not follow those seen before.
@@ -187,7 +198,8 @@ class DrafterSession:
         confirmed = self.cache.length + len(token_ids)
         ids, drafts, entering, logits = list(token_ids), list[int](), list[Tensor](), list[Tensor]()
         for _ in range(k):
-            normed, carried = d.forward(ids, hidden, self.cache)
+            normed, carried = d.forward(ids, hidden, self.cache, media)
+            media = None
             entering.append(hidden[-1])
             logits.append(d.logits(normed[-1]))
             ids = [int(d.draft_to_target[logits[-1].argmax()])]

@@ -9,7 +9,7 @@ and rounded back to the activations' dtype, as the engines do.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,35 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Weights = Mapping[str, Tensor]
+Media = Mapping[int, Tensor]
+"""Rows that stand in for the embeddings of some tokens, by index in the tokens of one forward pass."""
+
+
+def media_at(token_ids: Sequence[int], placeholder: int, rows: Tensor) -> Media:
+    """Where pictures stand in a prompt: the rows, (M, H), at the M places of the placeholder, in order.
+
+    Raises:
+        ValueError: there are more placeholders than rows, or fewer.
+    """
+    places = [i for i, token in enumerate(token_ids) if token == placeholder]
+    if len(places) != rows.shape[0]:
+        raise ValueError(f"{len(places)} placeholders for {rows.shape[0]} rows of media")
+    return dict(zip(places, rows, strict=True))
+
+
+def shifted(media: Media, by: int) -> Media:
+    """The same rows for tokens that start ``by`` later; those before the start are gone."""
+    return {place - by: row for place, row in media.items() if place >= by}
+
+
+def placed(embeds: Tensor, media: Media | None) -> Tensor:
+    """The embeddings, (T, H), with the media's rows in their places; places beyond T belong to a later pass."""
+    here = {place: row for place, row in (media or {}).items() if place < embeds.shape[0]}
+    if not here:
+        return embeds
+    return embeds.index_copy(
+        0, torch.tensor(list(here), device=embeds.device), torch.stack(list(here.values())).to(embeds.dtype)
+    )
 
 
 class Cache:

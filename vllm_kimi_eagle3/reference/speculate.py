@@ -27,14 +27,16 @@ import torch
 from torch import Tensor
 
 from vllm_kimi_eagle3.reference.drafter import Proposal
-from vllm_kimi_eagle3.reference.ops import Cache
+from vllm_kimi_eagle3.reference.ops import Cache, Media, shifted
 from vllm_kimi_eagle3.reference.target import Target, TargetOutput
 
 
 class Session(Protocol):
     """One sequence's drafting; ``DrafterSession``, or a test's own."""
 
-    def propose(self, rows: Tensor, token_ids: Sequence[int], first_position: int, k: int) -> Proposal:
+    def propose(
+        self, rows: Tensor, token_ids: Sequence[int], first_position: int, k: int, media: Media | None = None
+    ) -> Proposal:
         """See ``DrafterSession.propose``."""
         ...
 
@@ -139,13 +141,15 @@ def greedy(
     *,
     stop_token_ids: Collection[int] = (),
     max_model_len: int | None = None,
+    media: Media | None = None,
 ) -> list[int]:
     """Generate without speculation; arguments and stopping as in ``speculate``."""
     cache = Cache()
     tokens = list(prompt_ids)
     pending = tokens[:]
     while True:
-        pending = [int(target.forward(pending, cache).logits[-1].argmax())]
+        pictures = None if cache.length else media
+        pending = [int(target.forward(pending, cache, pictures).logits[-1].argmax())]
         tokens += pending
         generated = len(tokens) - len(prompt_ids)
         if pending[0] in stop_token_ids or generated >= max_new_tokens or len(tokens) == max_model_len:
@@ -163,6 +167,8 @@ def speculate(
     stop_token_ids: Collection[int] = (),
     max_model_len: int | None = None,
     drafter_max_model_len: int | None = None,
+    media: Media | None = None,
+    media_for_drafter: bool = True,
 ) -> SpeculationTrace:
     """Generate greedily with speculation, and record every step.
 
@@ -177,6 +183,8 @@ def speculate(
         max_model_len: the engine's limit on prompt plus output; None: unlimited.
         drafter_max_model_len: the drafter's limit (``speculative_config.draft_model_config.max_model_len``); vLLM
             takes the smaller of the drafter's own and the target's, so the default is max_model_len.
+        media: the rows of the prompt's pictures, by place in the prompt: see ``media_at``.
+        media_for_drafter: whether the drafter, too, sees them; else it sees the placeholder's embedding.
 
     Raises:
         ValueError: the boundaries do not fit the target, or their number does not fit the drafter's fc.
@@ -188,7 +196,8 @@ def speculate(
     while True:
         start = cache.length
         input_ids = pending + drafts
-        out = target.forward(input_ids, cache)
+        pictures = media if start == 0 else None
+        out = target.forward(input_ids, cache, pictures)
         says: list[int] = out.logits[len(pending) - 1 :].argmax(-1).tolist()
         accepted = 0
         while accepted < len(drafts) and drafts[accepted] == says[accepted]:
@@ -197,10 +206,12 @@ def speculate(
 
         confirmed = len(pending) + accepted  # rows of this step that belong to the text
         rows = (fc_rows(out, boundaries) if drafter.use_aux_hidden_state else out.normed)[:confirmed]
-        shifted = [*input_ids[1:confirmed], sampled[-1]]
+        next_ids = [*input_ids[1:confirmed], sampled[-1]]
         cache.truncate(start + confirmed)
         fits = limit is None or start + len(input_ids) + k <= limit
-        proposal = session.propose(rows, shifted, start, k) if fits else None
+        # A drafter's row holds the next token's embedding, a picture's as any other.
+        seen = shifted(pictures, 1) if pictures and media_for_drafter else None
+        proposal = session.propose(rows, next_ids, start, k, seen) if fits else None
 
         emitted, stopped = list[int](), False
         for token in sampled:
@@ -211,7 +222,7 @@ def speculate(
             if stopped:
                 break
         positions = list(range(start, start + confirmed))
-        trace.steps.append(Step(start, input_ids, drafts, accepted, emitted, rows, shifted, positions, proposal))
+        trace.steps.append(Step(start, input_ids, drafts, accepted, emitted, rows, next_ids, positions, proposal))
         if stopped:
             return trace
         pending = sampled[-1:]

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm_kimi_eagle3.reference.checkpoint import LazyWeights, load_checkpoint, load_tensor
-from vllm_kimi_eagle3.reference.ops import MLA, Cache, Weights, rms_norm, swiglu
+from vllm_kimi_eagle3.reference.ops import MLA, Cache, Media, Weights, placed, rms_norm, swiglu
 
 
 @dataclass(frozen=True)
@@ -99,11 +99,14 @@ class Target:
         return self.embed_weight if self.tied else self.weights["lm_head.weight"]
 
     @torch.inference_mode()
-    def forward(self, token_ids: Sequence[int], cache: Cache | None = None) -> TargetOutput:
-        """Run T tokens that follow those already in ``cache`` (none: a new sequence), and extend the cache."""
+    def forward(self, token_ids: Sequence[int], cache: Cache | None = None, media: Media | None = None) -> TargetOutput:
+        """Run T tokens that follow those already in ``cache`` (none: a new sequence), and extend the cache.
+
+        ``media`` are the rows of pictures that stand in for the embeddings of some of the T tokens.
+        """
         cache = Cache() if cache is None else cache
         start = cache.length
-        stream = self._embed(token_ids)
+        stream = placed(self.embed(token_ids), media)
         boundaries = [stream]
         for i in range(self.num_layers):
             stream = self._layer(i, stream, cache, start)
@@ -112,7 +115,7 @@ class Target:
         return TargetOutput(torch.stack(boundaries), normed, F.linear(normed, self.lm_head_weight))
 
     @torch.inference_mode()
-    def features(self, token_ids: Sequence[int], boundaries: Sequence[int]) -> Tensor:
+    def features(self, token_ids: Sequence[int], boundaries: Sequence[int], media: Media | None = None) -> Tensor:
         """A whole sequence's drafter features, (T, n * H): the boundaries side by side.
 
         As ``forward`` has them, but it stops at the last boundary asked for, holds no other, and forgets each layer's
@@ -124,7 +127,7 @@ class Target:
         wanted = list(boundaries)
         if not wanted or wanted != sorted(set(wanted)) or wanted[0] < 0 or wanted[-1] > self.num_layers:
             raise ValueError(f"boundaries {wanted}: need strictly increasing numbers in 0..{self.num_layers}")
-        stream = self._embed(token_ids)
+        stream = placed(self.embed(token_ids), media)
         kept = [stream] if wanted[0] == 0 else []
         for i in range(wanted[-1]):
             stream = self._layer(i, stream, Cache(), 0)
@@ -132,7 +135,8 @@ class Target:
                 kept.append(stream)
         return torch.cat(kept, dim=-1)
 
-    def _embed(self, token_ids: Sequence[int]) -> Tensor:
+    def embed(self, token_ids: Sequence[int]) -> Tensor:
+        """The tokens' own embeddings, (T, H)."""
         if isinstance(self.weights, LazyWeights):
             return self.weights.rows("model.embed_tokens.weight", token_ids)
         return F.embedding(torch.tensor(token_ids, device=self.embed_weight.device), self.embed_weight)

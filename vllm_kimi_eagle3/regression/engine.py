@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from vllm_kimi_eagle3.reference import SpeculationTrace
+from vllm_kimi_eagle3.reference import SpeculationTrace, Vision
+from vllm_kimi_eagle3.regression.pictures import Picture, media
 from vllm_kimi_eagle3.verify.capture import Call
 from vllm_kimi_eagle3.verify.drive import Served
 
@@ -28,8 +29,12 @@ PROBE = "vllm_kimi_eagle3.regression.engine_probe"
 TARGET_PROBE = "vllm_kimi_eagle3.regression.target_probe"
 _WARNING = re.compile(r"\b(WARNING|INFO)\b|\[W\d")
 _ERROR = re.compile(r"^(\([^)]*\) )?(\w+ [\d:. -]+\[\S+\] )?[\w.]*(Error|Exception)\b")
-Request = tuple[Sequence[int], int, Sequence[int]] | tuple[Sequence[int], int, Sequence[int], int]
-"""Prompt ids, max_tokens, stop token ids, and the step before which it joins."""
+Request = (
+    tuple[Sequence[int], int, Sequence[int]]
+    | tuple[Sequence[int], int, Sequence[int], int]
+    | tuple[Sequence[int], int, Sequence[int], int, Sequence[Picture]]
+)
+"""Prompt ids, max_tokens, stop token ids, the step before which it joins, and the prompt's pictures."""
 Round = Sequence[Request] | dict[str, Any]
 """A batch; or one that something spoils, {"requests": …, "tamper": …}, see engine_probe.py."""
 
@@ -228,12 +233,15 @@ def counters(*traces: SpeculationTrace) -> dict[str, list[int]]:
     }
 
 
-def served_of(round_result: dict[str, Any], requests: Sequence[Request]) -> list[Served]:
-    """A round's requests with what came of them, as the comparison takes them."""
+def served_of(round_result: dict[str, Any], requests: Sequence[Request], vision: Vision | None = None) -> list[Served]:
+    """A round's requests with what came of them, as the comparison takes them; ``vision`` embeds their pictures."""
     served = [
-        Served(f"r{i}", list(request[0]), output)
-        for i, (request, output) in enumerate(zip(requests, round_result["output_ids"], strict=True))
+        Served(f"r{i}", prompt, output)
+        for i, (prompt, output) in enumerate(zip(round_result["prompt_ids"], round_result["output_ids"], strict=True))
     ]
+    for one, request in zip(served, requests, strict=True):
+        if len(request) == 5 and request[4] and vision is not None:
+            one.media = media(vision, one.prompt_ids, request[4])
     for call in round_result["calls"]:
         served[call["of"]].calls.append(Call(**{n: v for n, v in call.items() if n != "of"}))
     return served

@@ -5,7 +5,8 @@
 
 The job: ``engine`` (arguments of LLM), ``rounds``, ``toys`` (see ``tampers.captured_subsets``), ``proxy`` (a target of
 the overlay's to replace by a wrapt proxy) and ``timed`` (a list of requests to serve once for each line of stdin). A
-round is a list of requests [prompt_ids, max_tokens, stop_token_ids, joins_at] that run as one batch, or {"requests":
+round is a list of requests [prompt_ids, max_tokens, stop_token_ids, joins_at, pictures] that run as one batch, of which
+the last three may be left out (pictures: see ``pictures``), or {"requests":
 such a list, "tamper": a name in ``TAMPERS``, "k": how many to draft, "weights": a folder whose drafter to run,
 "observe": of how many requests to keep the drafter's calls}. The drafter's calls are recorded where the engine core
 lives in this process.
@@ -23,9 +24,15 @@ from typing import Any
 import torch
 from vllm import LLM
 
-from vllm_kimi_eagle3.regression import observe, tampers
+from vllm_kimi_eagle3.regression import observe, pictures, tampers
 from vllm_kimi_eagle3.verify import capture
 from vllm_kimi_eagle3.verify.drive import Driver, Request
+
+
+def request(entry: list[Any]) -> Request:
+    """A job's request."""
+    shown: list[pictures.Picture] = entry[4] if len(entry) > 4 else []
+    return Request(*entry[:4], media=pictures.vision_chunks(shown) if shown else None)
 
 
 def counters(llm: Any) -> dict[str, list[int]]:
@@ -119,13 +126,14 @@ def main(job_file: str, result_file: str) -> None:
         captured = capture.captured_boundaries(runner) if observed else None
         # Not the clock's: on a busy machine that measures the others' work.
         start = time.process_time() + tampers.SLEPT[0]
-        served = driver.run([Request(*request) for request in options["requests"]])
+        served = driver.run([request(entry) for entry in options["requests"]])
         seconds = time.process_time() + tampers.SLEPT[0] - start
         for mend in reversed(undo):
             mend()
         after = counters(llm)
         result["rounds"].append(
             {
+                "prompt_ids": [s.prompt_ids for s in served],
                 "output_ids": [s.output_ids for s in served],
                 "counters": {n: [int(a - b) for a, b in zip(after[n], before[n], strict=True)] for n in after},
                 "calls": [
@@ -137,7 +145,7 @@ def main(job_file: str, result_file: str) -> None:
             }
         )
     if job.get("timed"):
-        serve_on_demand(llm, [Request(*request) for request in job["timed"]])
+        serve_on_demand(llm, [request(entry) for entry in job["timed"]])
     if job.get("toys"):
         result["toys"] = tampers.captured_subsets(llm, runner, **job["toys"])
     if runner is not None and job["engine"].get("dtype") == "float16":

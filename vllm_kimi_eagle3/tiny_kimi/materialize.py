@@ -38,6 +38,16 @@ VARIANTS: dict[str, str] = {
     "eagle3_mla_nested_v3": "as eagle3_mla_nested, but model_type deepseek_v3, which stock vLLM takes for an MTP head",
 }
 
+PICTURE_OUTPUT_IDS = [1, 3, 5]
+PICTURE_BOUNDARY_IDS = [2, 4, 6]
+PICTURE_VARIANTS: dict[str, str] = {
+    "pictures": "a smaller Kimi-K2.5 that knows what `scenes` draws, config schema of vLLM 0.32 and later",
+    "pictures_legacy": "the same weights, config schema of vLLM up to 0.31",
+    "pictures_gqa": "its GQA drafter, trained on the pictures' own embeddings",
+    "pictures_mla": "its MLA drafter, likewise",
+    "pictures_gqa_placeholder": "its GQA drafter, trained on the placeholder's embedding instead",
+}
+
 PROCESSOR: dict[str, Any] = {
     "image_processor_type": "TinyVisionProcessor",
     "auto_map": {"AutoImageProcessor": "tiny_vision.TinyVisionProcessor"},
@@ -107,7 +117,6 @@ _VISION_OLD = {
     "video_attn_type": "spatial_temporal",
     "merge_type": "sd2_tpool",
     "mm_projector_type": "patchmerger",
-    "mm_hidden_size": 32,
     "projector_hidden_act": "gelu",
     "projector_ln_eps": 1e-5,
 }
@@ -123,17 +132,25 @@ _KIMI: dict[str, Any] = {
 }
 
 
-def text_config() -> dict[str, Any]:
+# The picture pair is smaller: what it has to know is less.
+_PICTURES = {"hidden_size": 128, "num_hidden_layers": 7, "intermediate_size": 256, "q_lora_rank": 64}
+_PICTURES_VISION = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
+_PICTURES_DRAFTER = {"hidden_size": 128, "q_lora_rank": 64}
+
+
+def text_config(pictures: bool = False) -> dict[str, Any]:
     """The target's text config, complete as a DeepseekV3ForCausalLM config."""
-    return dict(_TEXT_CONFIG)
+    return _TEXT_CONFIG | (_PICTURES if pictures else {})
 
 
-def kimi_config(legacy: bool = False) -> dict[str, Any]:
-    """The Kimi-K2.5 config.
+def kimi_config(legacy: bool = False, pictures: bool = False) -> dict[str, Any]:
+    """The Kimi-K2.5 config, of the pair or of the picture pair.
 
     The new schema is that of Transformers' Kimi_K25Config, which vLLM reads from 0.32.0; the legacy one is that of the
     original checkpoint and of vLLM's own config class up to 0.31.0.
     """
+    vision = _VISION | (_PICTURES_VISION if pictures else {})
+    width = vision["hidden_size"]
     if legacy:
         extra = {
             "ignore_index": -100,
@@ -141,29 +158,30 @@ def kimi_config(legacy: bool = False) -> dict[str, Any]:
             "use_unified_vision_chunk": True,
             "video_placeholder": "<|kimi_k25_video_placeholder|>",
         }
-        vision = _VISION | _VISION_OLD
+        vision |= _VISION_OLD | {"mm_hidden_size": width}
     else:
         extra = {
             "image_token_id": 266,
             "video_token_id": 267,
             "vision_start_token_id": 263,
             "vision_end_token_id": 265,
-            "projection_hidden_size": 32,
+            "projection_hidden_size": width,
             "projection_layer_norm_eps": 1e-5,
             # vLLM's chat front end keys Kimi's single modality ("vision_chunk") on this in every release.
             "use_unified_vision_chunk": True,
         }
-        vision = _VISION | _VISION_NEW
-    return _KIMI | extra | {"text_config": text_config(), "vision_config": vision}
+        vision |= _VISION_NEW
+    return _KIMI | extra | {"text_config": text_config(pictures), "vision_config": vision}
 
 
-def drafter_config(kind: str, rule: str, model_type: str | None = None) -> dict[str, Any]:
+def drafter_config(kind: str, rule: str, model_type: str | None = None, pictures: bool = False) -> dict[str, Any]:
     """A drafter's config.
 
     Args:
         kind: "gqa" (LlamaForCausalLMEagle3) or "mla" (Eagle3DeepseekV2ForCausalLM).
         rule: "nested" (output rule, as SpecForge writes it) or "boundary" (boundary rule, top level).
         model_type: default "llama" for GQA, and "kimi_k2" for MLA, which vLLM reads as a DeepSeek-V3 config.
+        pictures: for the picture pair's target.
     """
     shared: dict[str, Any] = {
         "vocab_size": 320,
@@ -191,7 +209,7 @@ def drafter_config(kind: str, rule: str, model_type: str | None = None) -> dict[
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "head_dim": 64,
-            "intermediate_size": 512,
+            "intermediate_size": 256 if pictures else 512,
             "mlp_bias": False,
             "pretraining_tp": 1,
         }
@@ -205,16 +223,19 @@ def drafter_config(kind: str, rule: str, model_type: str | None = None) -> dict[
             "qk_nope_head_dim": 32,
             "qk_rope_head_dim": 64,
             "v_head_dim": 32,
-            "intermediate_size": 384,
+            "intermediate_size": 192 if pictures else 384,
         }
     else:
         raise ValueError(f"drafter kind {kind!r}: expected 'gqa' or 'mla'")
     if model_type is not None:
         config["model_type"] = model_type
+    if pictures:
+        config |= {key: value for key, value in _PICTURES_DRAFTER.items() if key in config}
+    outputs, boundaries = (PICTURE_OUTPUT_IDS, PICTURE_BOUNDARY_IDS) if pictures else (OUTPUT_IDS, BOUNDARY_IDS)
     if rule == "nested":
-        config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": OUTPUT_IDS, "use_aux_hidden_state": True}
+        config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": outputs, "use_aux_hidden_state": True}
     elif rule == "boundary":
-        config["eagle_aux_hidden_state_layer_ids"] = BOUNDARY_IDS
+        config["eagle_aux_hidden_state_layer_ids"] = boundaries
     else:
         raise ValueError(f"layer-id rule {rule!r}: expected 'nested' or 'boundary'")
     return config
@@ -254,13 +275,7 @@ def materialize(out_dir: str | os.PathLike[str], source: str | os.PathLike[str] 
     checkpoint = base / "checkpoint"
     weights = checkpoint / "model.safetensors"
     for name in ("kimi_k25", "kimi_k25_legacy"):
-        _place(weights, folders[name] / "model.safetensors")
-        processor = json.loads((checkpoint / "preprocessor_config.json").read_text())
-        if name.endswith("legacy"):
-            processor |= PROCESSOR
-            shutil.copyfile(HERE / "tiny_vision.py", folders[name] / "tiny_vision.py")
-        _write_json(folders[name] / "preprocessor_config.json", processor)
-        _write_json(folders[name] / "config.json", kimi_config(legacy=name.endswith("legacy")))
+        _write_target(folders[name], weights, kimi_config(legacy=name.endswith("legacy")), checkpoint)
 
     prefix = "language_model."
     with safe_open(weights, framework="pt") as file:
@@ -268,10 +283,8 @@ def materialize(out_dir: str | os.PathLike[str], source: str | os.PathLike[str] 
         text = {name.removeprefix(prefix): file.get_tensor(name) for name in names}
     save_file(text, folders["deepseek_v3"] / "model.safetensors", metadata={"format": "pt"})
     _write_json(folders["deepseek_v3"] / "config.json", text_config())
-
-    for name in ("kimi_k25", "kimi_k25_legacy", "deepseek_v3"):
-        for file_name in _TOKENIZER_FILES:
-            shutil.copyfile(checkpoint / file_name, folders[name] / file_name)
+    for file_name in _TOKENIZER_FILES:
+        shutil.copyfile(checkpoint / file_name, folders["deepseek_v3"] / file_name)
 
     for name, folder in folders.items():
         if name.startswith("eagle3_"):
@@ -279,6 +292,37 @@ def materialize(out_dir: str | os.PathLike[str], source: str | os.PathLike[str] 
             _place(base / f"drafter_{kind}" / "model.safetensors", folder / "model.safetensors")
             _write_json(folder / "config.json", drafter_config(kind, rule, "deepseek_v3" if v3 else None))
     return folders
+
+
+def materialize_pictures(
+    out_dir: str | os.PathLike[str], source: str | os.PathLike[str] | None = None
+) -> dict[str, Path]:
+    """Write every variant of the picture pair under `out_dir`; arguments and errors as in `materialize`."""
+    out, base = Path(out_dir), Path(source) if source is not None else HERE
+    folders = {name: out / name for name in PICTURE_VARIANTS}
+    for name, folder in folders.items():
+        folder.mkdir(parents=True, exist_ok=True)
+        if "_gqa" in name or "_mla" in name:
+            kind = "mla" if name.endswith("mla") else "gqa"
+            _place(base / "pictures" / f"{name.removeprefix('pictures_')}.safetensors", folder / "model.safetensors")
+            _write_json(folder / "config.json", drafter_config(kind, "nested", pictures=True))
+        else:
+            config = kimi_config(legacy=name.endswith("legacy"), pictures=True)
+            _write_target(folder, base / "pictures" / "target.safetensors", config, HERE / "checkpoint")
+    return folders
+
+
+def _write_target(folder: Path, weights: Path, config: dict[str, Any], checkpoint: Path) -> None:
+    """A Kimi-K2.5 folder: weights, config, processor, tokenizer."""
+    _place(weights, folder / "model.safetensors")
+    processor = json.loads((checkpoint / "preprocessor_config.json").read_text())
+    if "media_placeholder_token_id" in config:
+        processor |= PROCESSOR
+        shutil.copyfile(HERE / "tiny_vision.py", folder / "tiny_vision.py")
+    _write_json(folder / "preprocessor_config.json", processor)
+    _write_json(folder / "config.json", config)
+    for file_name in _TOKENIZER_FILES:
+        shutil.copyfile(checkpoint / file_name, folder / file_name)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,8 @@ class Call:
         positions: T positions.
         drafts: k token ids.
         scheduled: rows that the target ran for this request, rejected ones included.
+        embeds: by index of a row, the embedding that was given in place of its id's, (H_draft,): a picture's. None
+            where the runner does not show it.
     """
 
     request: str
@@ -43,6 +45,7 @@ class Call:
     positions: list[int]
     drafts: list[int]
     scheduled: int
+    embeds: dict[int, Tensor] | None = None
 
 
 @dataclass
@@ -60,9 +63,19 @@ class _Recorder:
     undo: list[str] = field(default_factory=list[str])
     hooks: list[Any] = field(default_factory=list[Any])
     received: tuple[Tensor, Tensor] | None = None
+    embeds: dict[int, Tensor] | None = None
     embedded: bool = False
 
-    def add(self, request: str, rows: Tensor, ids: Tensor, positions: Tensor, drafts: Tensor, scheduled: int) -> None:
+    def add(
+        self,
+        request: str,
+        rows: Tensor,
+        ids: Tensor,
+        positions: Tensor,
+        drafts: Tensor,
+        scheduled: int,
+        embeds: dict[int, Tensor] | None = None,
+    ) -> None:
         kept = rows.detach().to("cpu", copy=True) if self.rank == 0 else rows.detach().float().norm(dim=-1).cpu()
         self.held += kept.numel() * kept.element_size()
         if self.held > self.limit:
@@ -70,7 +83,9 @@ class _Recorder:
             return
         # M-RoPE has three positions a token; text has the same in all of them.
         flat = positions[0] if positions.dim() == 2 else positions
-        self.calls.append(Call(request, self.step, kept, ids.tolist(), flat.tolist(), drafts.tolist(), scheduled))
+        self.calls.append(
+            Call(request, self.step, kept, ids.tolist(), flat.tolist(), drafts.tolist(), scheduled, embeds)
+        )
 
     def replace(self, name: str, function: Any) -> None:
         setattr(self.owner, name, function)
@@ -163,19 +178,22 @@ def _record_v1(runner: Any, recorder: _Recorder) -> None:
         # The buffers that the drafter's model reads, not what they were made from.
         count = result[0]
         recorder.received = drafter.input_ids[:count].clone(), drafter._get_positions(count).clone()
-        recorder.embedded = False
+        recorder.embedded, recorder.embeds = False, None
         return result
 
     def embedding(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        # What the first pass really embeds. Its ids, or rows: -1 stands for a row that is not its id's.
+        # What the first pass really embeds: its ids, or rows, of which those that are not their id's are kept.
         if recorder.received is None or recorder.embedded:
             return
         recorder.embedded = True
         ids, rows = recorder.received[0], kwargs.get("inputs_embeds")
         if kwargs.get("input_ids") is not None:
             ids.copy_(kwargs["input_ids"][: len(ids)])
+            recorder.embeds = {}
         elif rows is not None and hasattr(model, "embed_input_ids"):
-            ids[(rows[: len(ids)] != model.embed_input_ids(ids)).any(-1)] = -1
+            given = rows[: len(ids)]
+            other = (given != model.embed_input_ids(ids)).any(-1).nonzero().flatten().tolist()
+            recorder.embeds = {i: given[i].detach().to("cpu", copy=True) for i in other}
 
     def recording(*args: Any, **kwargs: Any) -> Any:
         # The engine reuses its buffers and changes its metadata: copy before it runs.
@@ -187,9 +205,11 @@ def _record_v1(runner: Any, recorder: _Recorder) -> None:
         ids, positions = _received(recorder)
         for i, request in enumerate(runner.input_batch.req_ids[: len(ends)]):
             span = slice(starts[i], ends[i])
-            recorder.add(
-                request, rows[span], ids[span], positions[..., span], drafts[i], int(starts[i + 1] - starts[i])
-            )
+            given = recorder.embeds
+            if given is not None:
+                given = {j - starts[i]: row for j, row in given.items() if starts[i] <= j < ends[i]}
+            scheduled = int(starts[i + 1] - starts[i])
+            recorder.add(request, rows[span], ids[span], positions[..., span], drafts[i], scheduled, given)
         recorder.step += 1
         return drafts
 

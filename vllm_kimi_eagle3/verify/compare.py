@@ -17,7 +17,7 @@ twice that of the same-dtype reference.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from vllm_kimi_eagle3.verify.capture import Call
 from vllm_kimi_eagle3.verify.drive import Served
-from vllm_kimi_eagle3.verify.oracle import Oracle
+from vllm_kimi_eagle3.verify.oracle import CheckpointOracle, Oracle
 
 BARS = {"float32": 1e-4, "float16": 0.03, "bfloat16": 0.1}
 """Largest relative error of a row where nothing better is known."""
@@ -204,7 +204,7 @@ def compare(
     total = 0
     wrong = {"ours": 0, "reference": 0, "calls": 0}
     ours, noise = list[list[int]](), list[list[int]]()
-    differing: list[tuple[list[int], Call, Tensor]] = []
+    differing: list[tuple[Oracle, list[int], Call, Tensor]] = []
     exact = dtype == "float32"
     for done, one in enumerate(served):
         if progress is not None and done:
@@ -213,14 +213,21 @@ def compare(
             problems.append(f"{one.name}: the drafter was never given anything")
             continue
         tokens, found = _ids_and_positions(one)
+        view, embeds = oracle, dict[int, Tensor]()
+        if one.media is not None:
+            if not isinstance(oracle, CheckpointOracle):
+                raise TypeError("a prompt with pictures can be compared with a CheckpointOracle only")
+            view = oracle.about(one.media)
+            embeds = view.embeds()
+        found += _embeddings(one, embeds, BARS[dtype] if bar is None else bar)
         wrong_calls = {index for index, _ in found}
         problems += [text for _, text in found]
-        want = oracle.features(tokens)
-        rounded = oracle.rounded(tokens)
+        want = view.features(tokens)
+        rounded = view.rounded(tokens)
         if rounded is not None:
             floors.append(_errors(rounded, want, len(boundaries)))
-        expected = oracle.drafts(want, tokens, one.calls)
-        nearby = None if rounded is None else oracle.drafts(rounded, tokens, one.calls)
+        expected = view.drafts(want, tokens, one.calls)
+        nearby = None if rounded is None else view.drafts(rounded, tokens, one.calls)
         for index, call in enumerate(one.calls):
             off = expected is not None and call.drafts != expected[index]
             if expected is not None:
@@ -239,7 +246,7 @@ def compare(
                 continue
             errors = _errors(call.rows.float(), rows, len(boundaries))
             total += len(errors)
-            differing.append((tokens, call, errors))
+            differing.append((view, tokens, call, errors))
             for name in names[id(call)]:
                 s = situations.setdefault(name, Situation(name, boundaries, errors=[0.0] * len(boundaries)))
                 _add(s, call, errors)
@@ -268,8 +275,8 @@ def compare(
     rows_are = None
     if not inputs_ok:
         # Written so that NaN counts as different.
-        worst = [(tokens, call) for tokens, call, errors in differing if not errors.max() <= largest][:_ENOUGH]
-        rows_are = _whose(worst, oracle, boundaries, largest)
+        worst = [(view, ids, call) for view, ids, call, errors in differing if not errors.max() <= largest]
+        rows_are = _whose(worst[:_ENOUGH], boundaries, largest)
     if rows_are is not None:
         problems.insert(0, f"the rows are the states of boundaries {rows_are}, not of {list(boundaries)}")
     if not exact and wrong["reference"] and wrong["ours"] > 2 * wrong["reference"] + 0.05 * wrong["calls"]:
@@ -292,11 +299,11 @@ def _count(counts: list[list[int]], drafts: Sequence[int], expected: Sequence[in
 
 
 def _whose(
-    differing: Sequence[tuple[list[int], Call]], oracle: Oracle, boundaries: Sequence[int], bar: float
+    differing: Sequence[tuple[Oracle, list[int], Call]], boundaries: Sequence[int], bar: float
 ) -> list[int] | None:
     """Which boundary each column of these calls' rows is; None unless every column is one and some are wrong ones."""
     columns: list[Tensor] = []
-    for tokens, call in differing:
+    for oracle, tokens, call in differing:
         states = oracle.every(tokens)
         if states is None:
             return None
@@ -332,6 +339,32 @@ def _add(s: Situation, call: Call, errors: Tensor) -> None:
 def _worse(a: float, b: float) -> float:
     """The larger; NaN is the largest of all."""
     return b if b > a or b != b else a
+
+
+def _embeddings(one: Served, expected: Mapping[int, Tensor], bar: float) -> list[tuple[int, str]]:
+    """Where a drafter's row embeds something else than its token, or than the picture that is expected there.
+
+    Args:
+        one: the request; calls that do not show their embeddings are passed over.
+        expected: by place in the prompt.
+        bar: largest relative error.
+    """
+    found: list[tuple[int, str]] = []
+    for index, call in enumerate(one.calls):
+        if call.embeds is None:
+            continue
+        for row, position in enumerate(call.positions):
+            given, want = call.embeds.get(row), expected.get(position + 1)
+            where = f"{one.name}: the row at position {position}"
+            if given is None and want is None:
+                continue
+            if want is None:
+                found.append((index, f"{where} embeds something else than token {call.ids[row]}"))
+            elif given is None:
+                found.append((index, f"{where} embeds token {call.ids[row]}, expected a picture's embedding"))
+            elif not (given.float() - want).norm() <= bar * want.norm():
+                found.append((index, f"{where} embeds something else than the picture"))
+    return found
 
 
 def _ids_and_positions(one: Served) -> tuple[list[int], list[tuple[int, str]]]:

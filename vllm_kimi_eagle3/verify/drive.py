@@ -8,32 +8,42 @@ process of its own it runs ahead, and joins are only roughly where they were ask
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_kimi_eagle3.reference.ops import Media
 from vllm_kimi_eagle3.verify import capture
 from vllm_kimi_eagle3.verify.capture import Call
 
 
 @dataclass(frozen=True)
 class Request:
-    """A greedy request: prompt token ids, max_tokens, stop token ids, and the step before which it joins."""
+    """A greedy request: prompt token ids, max_tokens, stop token ids, and the step before which it joins.
+
+    ``media`` is what vLLM takes as ``multi_modal_data``; the prompt has one placeholder for each item.
+    """
 
     prompt_ids: list[int]
     max_tokens: int
     stop_ids: Collection[int] = ()
     joins_at: int = 0
+    media: Mapping[str, Any] | None = None
 
 
 @dataclass
 class Served:
-    """A request and what came of it; ``calls`` are its drafter calls, in order."""
+    """A request and what came of it; ``calls`` are its drafter calls, in order.
+
+    With pictures, ``prompt_ids`` become the engine's, each placeholder as often as its picture has tokens, and
+    ``media`` is what stands in for them, by place in the prompt, if somebody works it out.
+    """
 
     name: str
     prompt_ids: list[int]
     output_ids: list[int] = field(default_factory=list[int])
     calls: list[Call] = field(default_factory=list[Call])
+    media: Media | None = None
 
 
 class CaptureError(RuntimeError):
@@ -86,6 +96,7 @@ class Driver:
         """
         served = [Served(f"r{self._count + i}", list(r.prompt_ids)) for i, r in enumerate(requests)]
         by_name = {s.name: s for s in served}
+        pictured = {s.name for s, r in zip(served, requests, strict=True) if r.media is not None}
         self._count += len(served)
         waiting = sorted(range(len(requests)), key=lambda i: requests[i].joins_at)
         step, ended = 0, 0
@@ -95,7 +106,10 @@ class Driver:
                 self._add(served[index].name, requests[index])
             for output in self.engine.step():
                 if output.finished:
-                    by_name[output.request_id].output_ids = list(output.outputs[0].token_ids)
+                    one = by_name[output.request_id]
+                    one.output_ids = list(output.outputs[0].token_ids)
+                    if one.name in pictured:
+                        one.prompt_ids = list(output.prompt_token_ids)
                     ended += 1
                     if progress is not None:
                         progress(ended)
@@ -119,7 +133,10 @@ class Driver:
             ignore_eos=True,
             detokenize=False,
         )
-        self.engine.add_request(name, {"prompt_token_ids": list(request.prompt_ids)}, parameters)
+        prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_ids)}
+        if request.media is not None:
+            prompt["multi_modal_data"] = request.media
+        self.engine.add_request(name, prompt, parameters)
 
     def _drain(self) -> list[Call]:
         ranks: list[tuple[list[Call], int]] = self.engine.collective_rpc(capture.drain)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from vllm_kimi_eagle3.reference import Cache, Drafter, Target
+from vllm_kimi_eagle3.reference.ops import Media, shifted
 from vllm_kimi_eagle3.verify.capture import Call
 from vllm_kimi_eagle3.verify.drive import CaptureError, Driver, Request
 
@@ -54,6 +55,8 @@ class CheckpointOracle:
         boundaries: which boundaries the drafter is to be given.
         dtype: the engine's.
         lazy: hold one layer at a time, and read the weights again for each sequence.
+        drafter_media: what the drafter is to see where a prompt has a picture: ``placeholder``, ``embedding`` or
+            ``last-token``; see ``fixes.drafter_media``.
 
     Raises:
         ValueError, FileNotFoundError: the checkpoints cannot be read, or are not modelled; see ``reference``.
@@ -67,25 +70,45 @@ class CheckpointOracle:
         dtype: torch.dtype = torch.float32,
         *,
         lazy: bool = False,
+        drafter_media: str = "placeholder",
     ) -> None:
         self.boundaries = tuple(boundaries)
+        self.drafter_media = drafter_media
+        self.media: Media = {}
         self.target = Target.load(target, lazy=lazy)
         self.drafter = None if drafter is None else Drafter.load(drafter, self.target)
         self._same_dtype = None if dtype == torch.float32 else Target.load(target, dtype=dtype, lazy=lazy)
 
+    def about(self, media: Media) -> CheckpointOracle:
+        """The same oracle for one prompt with pictures, ``media`` by place in it."""
+        view = copy.copy(self)
+        view.media = media
+        return view
+
+    def embeds(self) -> Media:
+        """By place in the prompt, what the drafter is to be given instead of the placeholder's embedding."""
+        if self.drafter_media == "placeholder" or self.drafter is None:
+            return {}
+        if self.drafter_media == "embedding":
+            return self.media
+        last = self.drafter.embed([int(self.drafter.config["vocab_size"]) - 1])[0]
+        return dict.fromkeys(self.media, last)
+
     def features(self, tokens: Sequence[int]) -> Tensor:
         """See ``Oracle``."""
-        return self.target.features(tokens, self.boundaries)
+        return self.target.features(tokens, self.boundaries, self.media)
 
     def rounded(self, tokens: Sequence[int]) -> Tensor | None:
         """See ``Oracle``."""
-        return None if self._same_dtype is None else self._same_dtype.features(tokens, self.boundaries).float()
+        return (
+            None if self._same_dtype is None else self._same_dtype.features(tokens, self.boundaries, self.media).float()
+        )
 
     def every(self, tokens: Sequence[int]) -> Tensor | None:
         """See ``Oracle``; as many tokens as ``EVERY_BYTES`` hold."""
         count = self.target.num_layers + 1
         room = EVERY_BYTES // (4 * count * int(self.target.config["hidden_size"]))
-        features = self.target.features(tokens[: max(1, room)], range(count))
+        features = self.target.features(tokens[: max(1, room)], range(count), self.media)
         return features.unflatten(1, (count, -1))
 
     @torch.inference_mode()
@@ -96,14 +119,17 @@ class CheckpointOracle:
         cache = Cache()
         hidden = self.drafter.combine_hidden_states(features[: len(tokens) - 1])
         if len(tokens) > 1:
-            self.drafter.forward(tokens[1:], hidden, cache)
+            self.drafter.forward(tokens[1:], hidden, cache, shifted(self.embeds(), 1))
         proposed: list[list[int]] = []
         for call in calls:
             at = call.positions[-1]
             session = self.drafter.start()
             session.cache = copy.copy(cache)
             session.cache.truncate(at)
-            proposed.append(session.propose(features[at : at + 1], call.ids[-1:], at, len(call.drafts)).token_ids)
+            # Where a chunk of a prompt ends before a picture, the next token is a picture's.
+            seen = shifted(self.embeds(), at + 1)
+            row = features[at : at + 1]
+            proposed.append(session.propose(row, call.ids[-1:], at, len(call.drafts), seen).token_ids)
         return proposed
 
 

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reference's vision tower is Transformers' own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from vllm_kimi_eagle3.reference import Vision, media_at, patchify
+from vllm_kimi_eagle3.reference.ops import placed, shifted
+from vllm_kimi_eagle3.regression.pictures import images
+from vllm_kimi_eagle3.tiny_kimi.materialize import HERE, kimi_config
+
+MEAN = STD = [0.5, 0.5, 0.5]
+SIZES = {"square": (112, 112, 1), "wide": (140, 56, 1), "tall": (28, 84, 1), "chunk": (56, 84, 3)}
+
+
+def frames(width: int, height: int, count: int) -> torch.Tensor:
+    made = images({"scenes": list(range(count)), "size": [width, height]})
+    return torch.stack(
+        [torch.frombuffer(bytearray(i.tobytes()), dtype=torch.uint8).view(height, width, 3) for i in made]
+    )
+
+
+@pytest.fixture(scope="module")
+def theirs(pictures_pair: dict[str, Path]) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """Transformers' tower and projector with the pair's weights."""
+    from transformers.models.kimi_k25.configuration_kimi_k25 import Kimi_K25Config
+    from transformers.models.kimi_k25.modeling_kimi_k25 import Kimi_K25MultimodalProjection, Kimi_K25VisionModel
+
+    config = Kimi_K25Config(**kimi_config(pictures=True))
+    tower, projector = Kimi_K25VisionModel(config.vision_config), Kimi_K25MultimodalProjection(config)
+    stored = load_file(pictures_pair["pictures"] / "model.safetensors")
+    tower.load_state_dict(renamed(stored, "vision_tower.", config.vision_config.num_attention_heads))
+    projector.load_state_dict(renamed(stored, "mm_projector.", 0))
+    return tower.eval(), projector.eval()
+
+
+def renamed(stored: dict[str, torch.Tensor], prefix: str, heads: int) -> dict[str, torch.Tensor]:
+    """Kimi's names and layouts to those of Transformers: its heads keep pairs half a head apart."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in stored.items():
+        if not name.startswith(prefix):
+            continue
+        name, tensor = name.removeprefix(prefix), tensor.float()
+        for old, new in (
+            ("patch_embed.pos_emb.weight", "patch_embed.pos_emb.position_embeddings"),
+            ("encoder.final_layernorm.", "final_layernorm."),
+            ("encoder.blocks.", "layers."),
+            (".norm0.", ".norm1#"),
+            (".norm1.", ".norm2."),
+            (".norm1#", ".norm1."),
+            ("mlp.fc1", "mlp.fc2"),
+            ("mlp.fc0", "mlp.fc1"),
+            (".wo.", ".attn.proj."),
+            ("proj.0.", "in_proj."),
+            ("proj.2.", "out_proj."),
+        ):
+            if prefix == "mm_projector." or not old.startswith("proj."):
+                name = name.replace(old, new)
+        if ".wqkv." not in name:
+            found[name] = tensor
+            continue
+        for letter, part in zip("qkv", tensor.chunk(3), strict=True):
+            if letter != "v":
+                part = part.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+            found[name.replace(".wqkv.", f".attn.{letter}_proj.")] = part
+    return found
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_it_embeds_as_transformers_does(size: str, vision: Vision, theirs: tuple[torch.nn.Module, ...]) -> None:
+    patches, grid = patchify(frames(*SIZES[size]), mean=MEAN, std=STD)
+    ours = vision.forward(patches, grid)
+    with torch.no_grad():
+        out = theirs[0](patches, grid_thw=torch.tensor([grid]))
+        merged = getattr(out, "pooler_output", out)
+        want = theirs[1](merged if isinstance(merged, torch.Tensor) else torch.cat(list(merged))).flatten(0, -2)
+    assert ours.shape == (grid[1] * grid[2] // 4, 128)
+    assert (ours - want).norm() <= 1e-5 * want.norm()
+    turned = vision.forward(patches.flip(0), grid)
+    assert (turned - want).norm() > 1e-2 * want.norm()
+
+
+def test_patches_are_those_of_vllm_s_processor() -> None:
+    pytest.importorskip("vllm")
+    from vllm.transformers_utils.processors.kimi_k25_vision_fused import KimiK25FusedVisionProcessor
+
+    config = json.loads((HERE / "checkpoint" / "preprocessor_config.json").read_text())["media_proc_cfg"]
+    processor = KimiK25FusedVisionProcessor(config)
+    for width, height, count in [*SIZES.values(), (50, 90, 1)]:
+        made = images({"scenes": list(range(count)), "size": [width, height]})
+        media = {"type": "image", "image": made[0]} if count == 1 else {"type": "video_chunk", "video_chunk": made}
+        theirs = processor.preprocess([media], return_tensors="pt")
+        patches, grid = patchify(frames(width, height, count), mean=config["image_mean"], std=config["image_std"])
+        assert theirs["grid_thws"].tolist() == [list(grid)]
+        assert torch.allclose(theirs["pixel_values"], patches, atol=1e-6)
+
+
+def test_media_are_placed_by_the_placeholder() -> None:
+    rows = torch.arange(6.0).view(3, 2)
+    media = media_at([7, 9, 9, 1, 9], 9, rows)
+    assert {place: row.tolist() for place, row in media.items()} == {1: [0, 1], 2: [2, 3], 4: [4, 5]}
+    assert list(shifted(media, 2)) == [0, 2]
+    assert placed(torch.zeros(3, 2), media).tolist() == [[0, 0], [0, 1], [2, 3]]
+    with pytest.raises(ValueError, match="2 placeholders for 3 rows"):
+        media_at([9, 9], 9, rows)
