@@ -2,15 +2,19 @@
 """D11: V1 asks Kimi-K2.5's configuration for a key that the new schema does not have.
 
 From 0.32.0 on, vLLM loads Kimi-K2.5 with Transformers' own configuration class, whose placeholder is
-``image_token_id``; the V1 proposer still reads ``media_placeholder_token_id`` and dies of an AttributeError. The value
-is never used by a drafter, so the old name is given back as a second name of the new one.
+``image_token_id``; the V1 proposer still reads ``media_placeholder_token_id`` and dies of an AttributeError, or, where
+a checkpoint brings both names, reads the one that nothing else goes by. While it loads the drafter, the old name is a
+second name of the new one: by then the new one is what the tokenizer says, which wins where they disagree.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm_kimi_eagle3.fixes import _proposer
+from vllm_kimi_eagle3.patching.patcher import Installer
 from vllm_kimi_eagle3.patching.source import SourceTree
-from vllm_kimi_eagle3.patching.spec import Context, Fix, Need, Phase, Verdict, with_eagle3_on_k25
+from vllm_kimi_eagle3.patching.spec import Fix, Need, Phase, Verdict, with_eagle3_on_k25
 
 OLD, NEW = "media_placeholder_token_id", "image_token_id"
 _MODEL = "vllm.model_executor.models.kimi_k25:KimiK25ForConditionalGeneration"
@@ -30,11 +34,18 @@ def probe(tree: SourceTree) -> Verdict:
     return Verdict(Need.APPLY, f"the model reads {NEW}, the proposer {OLD}")
 
 
-def configure(context: Context) -> None:
-    """Give the target's configuration the old name too, if the checkpoint did not bring it."""
-    hf_config = context.vllm_config.model_config.hf_config
-    if not hasattr(hf_config, OLD):
-        setattr(hf_config, OLD, getattr(hf_config, NEW))
+def install(installer: Installer) -> None:
+    """Wrap the proposer's loading of the drafter."""
+    target = _proposer.find(SourceTree.installed(), "load_model")
+    original: Any = installer.original(target)
+
+    def load_model(self: Any, target_model: Any, *args: Any, **kwargs: Any) -> None:
+        config = getattr(target_model, "config", None)
+        if type(target_model).__name__ == _MODEL.rpartition(":")[2] and hasattr(config, NEW):
+            setattr(config, OLD, getattr(config, NEW))
+        original(self, target_model, *args, **kwargs)
+
+    installer.replace(target, load_model)
 
 
 FIX = Fix(
@@ -47,5 +58,5 @@ FIX = Fix(
     retire="the proposer reads image_token_id",
     probe=probe,
     wanted=with_eagle3_on_k25,
-    configure=configure,
+    install=install,
 )

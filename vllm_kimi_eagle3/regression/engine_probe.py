@@ -152,6 +152,7 @@ def main(job_file: str, result_file: str) -> None:
         result["embeddings change"] = observe.embeddings_change(runner)
     if runner is not None:
         result["scheduler"] = scheduler_methods()
+        result["placeholders"] = observe.placeholders(runner)
     activation = sys.modules.get("vllm_kimi_eagle3.activation")
     result["overlay_loaded"] = activation is not None
     if activation is not None:

@@ -28,6 +28,19 @@ def embeddings_change(runner: Any) -> bool | str:
     return not torch.equal(before, given)
 
 
+def placeholders(runner: Any) -> dict[str, Any]:
+    """The token id that each part of a Kimi-K2.5 engine takes for a picture's; None where a part has none."""
+    model, drafter = runner.get_model(), getattr(runner, "drafter", None)
+    config = runner.model_config.hf_config
+    of_drafter = getattr(getattr(getattr(drafter, "model", None), "config", None), "image_token_index", None)
+    names = ("image_token_id", "media_placeholder_token_id")
+    return {
+        "target": getattr(model, "media_placeholder", None),
+        "drafter": of_drafter,
+        "config": sorted({getattr(config, name) for name in names if hasattr(config, name)}),
+    }
+
+
 def expanded_parameters() -> list[list[float]] | None:
     """Sampling parameters of three requests, spread over their 3, 1 and 2 draft tokens by the CPU's own kernel (C5).
 

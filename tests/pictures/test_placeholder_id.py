@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A configuration that names another placeholder than its tokenizer, in either schema: the tokenizer's wins."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from settings_pictures import BOUNDARIES, MAX_MODEL_LEN, OPTIONS, ROWS, ask, scene
+
+from vllm_kimi_eagle3.reference import Vision
+from vllm_kimi_eagle3.regression.engine import EngineRun, run_engine, served_of
+from vllm_kimi_eagle3.regression.pictures import about_a_picture
+from vllm_kimi_eagle3.verify.compare import compare
+from vllm_kimi_eagle3.verify.oracle import CheckpointOracle
+
+pytestmark = pytest.mark.engine
+REQUESTS = [ask(about_a_picture(ROWS), scene(1))]
+CONFIGS: dict[str, dict[str, Any]] = {
+    "another id": {"image_token_id": 270},
+    "both names, disagreeing": {"image_token_id": 266, "media_placeholder_token_id": 271},
+    "both names, neither right": {"image_token_id": 272, "media_placeholder_token_id": 271},
+}
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def run(
+    request: pytest.FixtureRequest, pictures_pair: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> EngineRun:
+    target = tmp_path_factory.mktemp("target") / "pictures"
+    shutil.copytree(pictures_pair["pictures"], target)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | CONFIGS[request.param]))
+    choice = {"kimi_eagle3": {"layer_rule": "output", "drafter_media": "embedding"}}
+    return run_engine(
+        target, [REQUESTS], drafter=pictures_pair["pictures_gqa"], k=2, additional_config=choice, **OPTIONS
+    )
+
+
+def test_all_parts_agree_on_the_tokenizer_s(run: EngineRun, pictures_pair: dict[str, Path], vision: Vision) -> None:
+    assert run.result["placeholders"] == {"target": 266, "drafter": 266, "config": [266]}
+    served = served_of(run.result["rounds"][0], REQUESTS, vision)
+    oracle = CheckpointOracle(
+        pictures_pair["pictures"], pictures_pair["pictures_gqa"], BOUNDARIES, drafter_media="embedding"
+    )
+    found = compare(served, oracle, BOUNDARIES, dtype="float32", block_size=16, max_model_len=MAX_MODEL_LEN)
+    assert found.ok, found.problems
