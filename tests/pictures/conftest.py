@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from settings_pictures import BOUNDARIES, MAX_MODEL_LEN, OPTIONS, SETTINGS, Setting
+from settings_pictures import BOUNDARIES, MAX_MODEL_LEN, OPTIONS, SETTINGS, TARGET, Setting
 
 from vllm_kimi_eagle3.reference import Vision
 from vllm_kimi_eagle3.regression.engine import EngineRun, run_engine, served_of
@@ -38,7 +38,7 @@ def shown(pictures_pair: dict[str, Path], tmp_path_factory: pytest.TempPathFacto
             options = {**OPTIONS, **s.options}
             options["additional_config"] = {"kimi_eagle3": {"layer_rule": "output", **s.choice}}
             made[name] = run_engine(
-                pictures_pair["pictures"],
+                pictures_pair[TARGET],
                 list(s.rounds.values()),
                 drafter=pictures_pair[s.drafter],
                 k=s.k,

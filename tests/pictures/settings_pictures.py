@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_kimi_eagle3.patching.source import SourceTree
 from vllm_kimi_eagle3.regression.engine import Request
 from vllm_kimi_eagle3.regression.pictures import PLACEHOLDER, SHOWN, about_a_picture, about_a_told, asked, encode
 from vllm_kimi_eagle3.tiny_kimi.materialize import PICTURE_BOUNDARY_IDS
@@ -100,7 +101,11 @@ class Setting:
         return {} if self.media == "placeholder" else {"drafter_media": self.media}
 
 
+# Up to 0.31 vLLM reads the old schema, and takes the image processor from the checkpoint.
+NEW_SCHEMA = "image_token_id" in SourceTree.installed().path("vllm.model_executor.models.kimi_k25").read_text()
+TARGET = "pictures" if NEW_SCHEMA else "pictures_legacy"
 OPTIONS: dict[str, Any] = {
+    **({} if NEW_SCHEMA else {"trust_remote_code": True}),
     "max_model_len": MAX_MODEL_LEN,
     "skip_tokenizer_init": False,
     "limit_mm_per_prompt": {"vision_chunk": 4},

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from settings_pictures import BOUNDARIES, MAX_MODEL_LEN, OPTIONS, ROWS, ask, scene
+from settings_pictures import BOUNDARIES, MAX_MODEL_LEN, NEW_SCHEMA, OPTIONS, ROWS, TARGET, ask, scene
 
 from vllm_kimi_eagle3.reference import Vision
 from vllm_kimi_eagle3.regression.engine import EngineRun, run_engine, served_of
@@ -20,7 +20,7 @@ from vllm_kimi_eagle3.verify.oracle import CheckpointOracle
 pytestmark = pytest.mark.engine
 REQUESTS = [ask(about_a_picture(ROWS), scene(1))]
 CONFIGS: dict[str, dict[str, Any]] = {
-    "another id": {"image_token_id": 270},
+    "another id": {"image_token_id" if NEW_SCHEMA else "media_placeholder_token_id": 270},
     "both names, disagreeing": {"image_token_id": 266, "media_placeholder_token_id": 271},
     "both names, neither right": {"image_token_id": 272, "media_placeholder_token_id": 271},
 }
@@ -31,7 +31,7 @@ def run(
     request: pytest.FixtureRequest, pictures_pair: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> EngineRun:
     target = tmp_path_factory.mktemp("target") / "pictures"
-    shutil.copytree(pictures_pair["pictures"], target)
+    shutil.copytree(pictures_pair[TARGET], target)
     config = json.loads((target / "config.json").read_text())
     (target / "config.json").write_text(json.dumps(config | CONFIGS[request.param]))
     choice = {"kimi_eagle3": {"layer_rule": "output", "drafter_media": "embedding"}}

@@ -29,6 +29,7 @@ def frames(width: int, height: int, count: int) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def theirs(pictures_pair: dict[str, Path]) -> tuple[torch.nn.Module, torch.nn.Module]:
     """Transformers' tower and projector with the pair's weights."""
+    pytest.importorskip("transformers.models.kimi_k25")
     from transformers.models.kimi_k25.configuration_kimi_k25 import Kimi_K25Config
     from transformers.models.kimi_k25.modeling_kimi_k25 import Kimi_K25MultimodalProjection, Kimi_K25VisionModel
 
@@ -87,11 +88,9 @@ def test_it_embeds_as_transformers_does(size: str, vision: Vision, theirs: tuple
 
 
 def test_patches_are_those_of_vllm_s_processor() -> None:
-    pytest.importorskip("vllm")
-    from vllm.transformers_utils.processors.kimi_k25_vision_fused import KimiK25FusedVisionProcessor
-
+    fused = pytest.importorskip("vllm.transformers_utils.processors.kimi_k25_vision_fused")
     config = json.loads((HERE / "checkpoint" / "preprocessor_config.json").read_text())["media_proc_cfg"]
-    processor = KimiK25FusedVisionProcessor(config)
+    processor = fused.KimiK25FusedVisionProcessor(config)
     for width, height, count in [*SIZES.values(), (50, 90, 1)]:
         made = images({"scenes": list(range(count)), "size": [width, height]})
         media = {"type": "image", "image": made[0]} if count == 1 else {"type": "video_chunk", "video_chunk": made}
@@ -99,6 +98,35 @@ def test_patches_are_those_of_vllm_s_processor() -> None:
         patches, grid = patchify(frames(width, height, count), mean=config["image_mean"], std=config["image_std"])
         assert theirs["grid_thws"].tolist() == [list(grid)]
         assert torch.allclose(theirs["pixel_values"], patches, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [*SIZES.values(), (50, 90, 1)])
+def test_the_checkpoint_s_own_processor_cuts_the_same(
+    size: tuple[int, int, int], pictures_pair: dict[str, Path]
+) -> None:
+    from vllm_kimi_eagle3.tiny_kimi.tiny_vision import TinyVisionProcessor
+
+    assert (pictures_pair["pictures_legacy"] / "tiny_vision.py").exists()
+    config = json.loads((HERE / "checkpoint" / "preprocessor_config.json").read_text())["media_proc_cfg"]
+    made = images({"scenes": list(range(size[2])), "size": list(size[:2])})
+    media = {"type": "image", "image": made[0]} if size[2] == 1 else {"type": "video_chunk", "video_chunk": made}
+    processor = TinyVisionProcessor(config)
+    theirs = processor.preprocess([media])
+    patches, grid = patchify(frames(*size), mean=config["image_mean"], std=config["image_std"])
+    assert theirs["grid_thws"].tolist() == [list(grid)]
+    assert torch.allclose(theirs["pixel_values"], patches, atol=1e-6)
+    assert processor.media_tokens_calculator(media) == grid[1] * grid[2] // 4
+
+
+def test_a_large_picture_is_made_smaller() -> None:
+    from PIL import Image
+
+    from vllm_kimi_eagle3.tiny_kimi.tiny_vision import TinyVisionProcessor
+
+    processor, media = TinyVisionProcessor(), {"type": "image", "image": Image.new("RGB", (3000, 1000))}
+    _, rows, columns = processor.preprocess([media])["grid_thws"].tolist()[0]
+    assert rows * columns <= 300
+    assert processor.media_tokens_calculator(media) == rows * columns // 4
 
 
 def test_media_are_placed_by_the_placeholder() -> None:
