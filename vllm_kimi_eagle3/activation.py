@@ -440,7 +440,8 @@ def _announce(vllm_config: Any, record: Mapping[str, Any], labels: list[str]) ->
             return
         _announced.add(plan_line)
     parts = [plan_line, _stock_sentence(vllm_config)] if plan_line else []
-    if record.get(drafter_media.KEY):
+    # Of a server without EAGLE-3 nobody has looked at it.
+    if plan_line and drafter_media.KEY in record:
         parts.append(
             f"where a prompt has a picture, the drafter sees {drafter_media.CHOICES[record[drafter_media.KEY]]}"
         )

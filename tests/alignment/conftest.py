@@ -22,15 +22,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
-def model_records(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("model-records")
-
-
-@pytest.fixture(scope="session")
-def runs(pair: dict[str, Path], model_records: Path) -> Iterator[Runs]:
+def runs(pair: dict[str, Path]) -> Iterator[Runs]:
     """The runs; on a GPU, several at a time."""
     settings = {name: replace(s, options={**ENGINE, **s.options}) for name, s in SETTINGS.items()}
-    with Runs(pair, settings, model_records, at_once=5 if ON_GPU else 1) as made:
+    with Runs(pair, settings, at_once=5 if ON_GPU else 1) as made:
         if ON_GPU:
             made.begin(name for name, s in settings.items() if "proxy" not in s.options)  # those are the CPU's
         yield made

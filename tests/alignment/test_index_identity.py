@@ -23,9 +23,7 @@ CONFIGURED = {"deepseek_v3": [1, 5, 10], "kimi_k25": [0, 5, 10]}
 
 
 @pytest.fixture(scope="module", params=list(CONFIGURED))
-def toys(
-    request: pytest.FixtureRequest, pair: dict[str, Path], model_records: Path, tmp_path_factory: Any
-) -> dict[str, Any]:
+def toys(request: pytest.FixtureRequest, pair: dict[str, Path], tmp_path_factory: Any) -> dict[str, Any]:
     configured = CONFIGURED[request.param]
     target = sign_layers(pair[request.param], tmp_path_factory.mktemp("toy") / "target")
     done = run_engine(
@@ -34,7 +32,6 @@ def toys(
         drafter=pair["eagle3_gqa_boundary"],
         max_model_len=64,
         dtype=DTYPE,
-        cache=model_records,
         additional_config={"kimi_eagle3": {"layer_ids": configured, "layer_rule": "boundary"}},
         toys={"layers": LAYERS, "prompt": PROMPTS[0][:5]},
         **ENGINE,

@@ -23,6 +23,7 @@ from vllm_kimi_eagle3.calibrate import engine
 from vllm_kimi_eagle3.commands import calibrate as command
 from vllm_kimi_eagle3.layers import PlanError
 from vllm_kimi_eagle3.reference import Borrowed, Drafter, Target
+from vllm_kimi_eagle3.regression.engine import fresh_cache
 from vllm_kimi_eagle3.tiny_kimi import held_out_prompts
 from vllm_kimi_eagle3.tiny_kimi.materialize import materialize
 
@@ -39,7 +40,7 @@ def test_both_sources_give_the_same_answer(pair: dict[str, Path], tmp_path: Path
     found: dict[str, dict[str, Any]] = {}
     environment = {
         **os.environ,
-        "VLLM_CACHE_ROOT": str(tmp_path / "cache"),
+        "VLLM_CACHE_ROOT": str(fresh_cache(tmp_path / "cache")),
         "VLLM_KIMI_EAGLE3_CACHE": str(tmp_path / "records"),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "TMPDIR": str(tmp_path),

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from vllm_kimi_eagle3.regression.engine import fresh_cache
+
 pytestmark = pytest.mark.engine
 CONFIGURE = """
 import json, sys, traceback
@@ -86,7 +88,7 @@ def answers(pair: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     (folder / "jobs.json").write_text(json.dumps(jobs))
     done = subprocess.run(
         [sys.executable, "-c", CONFIGURE, str(folder / "jobs.json"), str(folder / "answers.json")],
-        env={**os.environ, "VLLM_CACHE_ROOT": str(folder / "cache"), "VLLM_CPU_KVCACHE_SPACE": "1"},
+        env={**os.environ, "VLLM_CACHE_ROOT": str(fresh_cache(folder / "cache")), "VLLM_CPU_KVCACHE_SPACE": "1"},
         capture_output=True,
         text=True,
         timeout=300,

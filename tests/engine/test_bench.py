@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from vllm_kimi_eagle3.regression.engine import fresh_cache
 from vllm_kimi_eagle3.tiny_kimi.materialize import HERE
 
 pytestmark = pytest.mark.engine
@@ -26,7 +27,7 @@ def test_baseline_and_drafter(pair: dict[str, Path], tmp_path: Path) -> None:
     command += ["--serve", "--dtype float32 --enforce-eager --max-model-len 1024 --max-num-seqs 4"]
     environment = {
         **os.environ,
-        "VLLM_CACHE_ROOT": str(tmp_path / "cache"),
+        "VLLM_CACHE_ROOT": str(fresh_cache(tmp_path / "cache")),
         "VLLM_KIMI_EAGLE3_CACHE": str(tmp_path / "records"),
         "VLLM_CPU_KVCACHE_SPACE": "1",
     }

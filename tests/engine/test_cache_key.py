@@ -22,7 +22,7 @@ import releases
 
 from vllm_kimi_eagle3.layers import config_updates, resolve
 from vllm_kimi_eagle3.reference import SpeculationTrace
-from vllm_kimi_eagle3.regression.engine import Request, counters, run_engine
+from vllm_kimi_eagle3.regression.engine import Request, counters, fresh_cache, run_engine
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 TARGET = {"architectures": ["DeepseekV3ForCausalLM"], "num_hidden_layers": 10, "hidden_size": 256, "vocab_size": 320}
@@ -97,9 +97,10 @@ def test_keys_of_the_installed_release(pair: dict[str, Path], tmp_path: Path) ->
     (tmp_path / "jobs.json").write_text(json.dumps(jobs))
     answers: dict[str, dict[str, Any]] = {}
     for overlay in ("on", "stock"):
+        cache = str(fresh_cache(tmp_path / overlay, overlay))
         done = subprocess.run(
             [sys.executable, "-c", KEYS, str(tmp_path / "jobs.json"), str(tmp_path / f"{overlay}.json")],
-            env={**os.environ, "VLLM_KIMI_EAGLE3": overlay, "VLLM_CACHE_ROOT": str(tmp_path / "cache")},
+            env={**os.environ, "VLLM_KIMI_EAGLE3": overlay, "VLLM_CACHE_ROOT": cache},
             capture_output=True,
             text=True,
             timeout=300,
@@ -127,7 +128,7 @@ def test_two_runs_in_one_cache_capture_their_own_layers(
             pair["deepseek_v3"],
             [requests[:1]],
             drafter=pair["eagle3_gqa_nested"],
-            cache=tmp_path / "cache",
+            cache=fresh_cache(tmp_path / "cache"),
             additional_config={"kimi_eagle3": {"layer_ids": list(boundaries)}},
             enforce_eager=False,
         )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,12 +17,14 @@ from vllm_kimi_eagle3.patching.source import SourceTree
 from vllm_kimi_eagle3.patching.spec import Context
 
 
-def server(choice: str | None = None, stages: int = 1, **speculative: Any) -> Any:
+def server(choice: Any = None, stages: int = 1, width: int = 64, **speculative: Any) -> Any:
+    target = SimpleNamespace(get_hidden_size=lambda: 64, enable_prompt_embeds=speculative.pop("prompt_embeds", False))
+    draft = SimpleNamespace(get_hidden_size=lambda: width)
     record = {} if choice is None else {"drafter_media": choice}
     return SimpleNamespace(
         additional_config={"kimi_eagle3": record},
         parallel_config=SimpleNamespace(pipeline_parallel_size=stages),
-        speculative_config=SimpleNamespace(**speculative),
+        speculative_config=SimpleNamespace(target_model_config=target, draft_model_config=draft, **speculative),
     )
 
 
@@ -31,8 +34,9 @@ def test_the_server_s_configuration_decides_before_the_environment(monkeypatch: 
     monkeypatch.setenv("VLLM_KIMI_EAGLE3_DRAFTER_MEDIA", "last-token")
     assert drafter_media.chosen(server()) == "last-token"
     assert drafter_media.chosen(server("embedding")) == "embedding"
-    with pytest.raises(PlanError, match=r"drafter_media is 'pixels', but one of placeholder, embedding, last-token"):
-        drafter_media.chosen(server("pixels"))
+    for wrong in ("pixels", "", ["embedding"], {}, 0, False):
+        with pytest.raises(PlanError, match=r"drafter_media is .*, but one of placeholder, embedding, last-token"):
+            drafter_media.chosen(server(wrong))
 
 
 @pytest.mark.parametrize(
@@ -40,6 +44,9 @@ def test_the_server_s_configuration_decides_before_the_environment(monkeypatch: 
     [
         (server("embedding", stages=2), "pipeline"),
         (server("embedding", disable_padded_drafter_batch=True), "disable_padded_drafter_batch"),
+        (server("embedding", parallel_drafting=True), "parallel_drafting"),
+        (server("embedding", prompt_embeds=True), "enable_prompt_embeds"),
+        (server("embedding", width=32), "width, 32, is not the target's, 64"),
     ],
 )
 def test_a_server_that_cannot_is_told_so(broken: Any, word: str) -> None:
@@ -135,8 +142,14 @@ def test_what_the_drafter_sees(choice: str, want: list[list[float]]) -> None:
 
 def test_embeddings_that_do_not_fit_are_refused() -> None:
     drafter = made(server("embedding"))
-    with pytest.raises(ValueError, match=r"width 3, the drafter's 2; leave drafter_media at placeholder"):
-        drafter.embed_input_ids(IDS, [torch.zeros(2, 3)], MASK)
     for rows in (ROWS[:1], ROWS * 2):
         with pytest.raises(ValueError, match=f"{len(rows)} embeddings of pictures for 2 places"):
             drafter.embed_input_ids(IDS, rows, MASK)
+
+
+def test_a_copy_embeds_with_its_own_weights() -> None:
+    drafter = made(server("embedding"))
+    other = copy.deepcopy(drafter)
+    other.model.embed_input_ids = lambda ids: torch.full((len(ids), 2), 7.0)
+    assert other.embed_input_ids(IDS, ROWS, MASK)[0].tolist() == [7, 7]
+    assert drafter.embed_input_ids(IDS, ROWS, MASK)[0].tolist() == [3, 3]

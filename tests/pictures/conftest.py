@@ -28,9 +28,9 @@ def vision(pictures_pair: dict[str, Path]) -> Vision:
 
 
 @pytest.fixture(scope="session")
-def shown(pictures_pair: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], EngineRun]:
+def shown(pictures_pair: dict[str, Path]) -> Callable[[str], EngineRun]:
     """The run of a setting, made once."""
-    records, made = tmp_path_factory.mktemp("model-records"), dict[str, EngineRun]()
+    made = dict[str, EngineRun]()
 
     def run(name: str) -> EngineRun:
         if name not in made:
@@ -43,7 +43,6 @@ def shown(pictures_pair: dict[str, Path], tmp_path_factory: pytest.TempPathFacto
                 drafter=pictures_pair[s.drafter],
                 k=s.k,
                 env=s.env,
-                cache=records if options["enforce_eager"] else None,
                 **options,
             )
         return made[name]

@@ -47,6 +47,8 @@ SITUATIONS: dict[str, list[Request]] = {
     "video chunk": [ask(about_a_picture(ROWS), chunk(12, 13, 14))],
     "picture and video chunk": [ask(asked(SHOWN + SHOWN + "?"), scene(15), chunk(16, 17, 18, 19))],
     "a placeholder typed as text": [ask(asked("What is <|media_pad|>?"))],
+    "a placeholder typed behind a picture": [ask(asked(SHOWN + " or <|media_pad|>?"), scene(28))],
+    "a placeholder typed before a picture": [ask(asked("<|media_pad|> or " + SHOWN + "?"), scene(29))],
     "batch": [
         ask(about_a_picture(ROWS), scene(20), tokens=40),
         ask(about_a_told(HELD_OUT + 21, ROWS), tokens=40, joins=2),
@@ -60,18 +62,33 @@ SITUATIONS: dict[str, list[Request]] = {
 _BEGINS = (20, 47, 48, 49, 55, 63, 64, 65)
 CHUNKS: dict[str, list[Request]] = {
     f"a chunk ends {64 - begins} tokens into the picture": [
-        ask([*encode("x" * begins), PLACEHOLDER, *encode("What?")], scene(30 + begins), tokens=12)
+        ask([*encode("x" * begins), PLACEHOLDER, *encode("What do you see, or not? " * 2)], scene(begins), tokens=12)
     ]
     for begins in _BEGINS
 }
-TWICE = [ask([*encode("y" * 40), PLACEHOLDER, *encode("What do you see, row by row?")], scene(90), tokens=12)]
-OTHER = [ask([*encode("y" * 40), PLACEHOLDER, *encode("What do you see, row by row?")], scene(91), tokens=12)]
+CHUNKS["a chunk ends between two pictures"] = [
+    ask([*encode("x" * 48), PLACEHOLDER, PLACEHOLDER, *encode("What do you see?")], scene(81), scene(82), tokens=12)
+]
+CHUNKS["a chunk ends in a video chunk"] = [
+    ask([*encode("x" * 60), PLACEHOLDER, *encode("What do you see?")], chunk(83, 84, 85), tokens=12)
+]
+
+
+def _long(number: int) -> Request:
+    """A picture, and behind it more text than two blocks of 32 tokens."""
+    return ask([*encode("See "), PLACEHOLDER, *encode("z" * 60 + question(ROWS))], scene(number), tokens=12)
+
+
 CACHED: dict[str, list[Request]] = {
-    "first time": TWICE,
-    "the same again": TWICE,
-    "another picture in the same place": OTHER,
-    "both at once": [*TWICE, *OTHER],
+    "first time": [_long(90)],
+    "the same again": [_long(90)],
+    "another picture in the same place": [_long(91)],
+    "both at once": [_long(90), _long(91)],
 }
+CROWD: dict[str, list[Request]] = {
+    "crowd": [ask(about_a_picture(ROWS), scene(60 + i), tokens=60 - 4 * i, joins=i) for i in range(6)]
+}
+"""More than the cache of ``TINY_CACHE`` holds: some have to give way and start again."""
 
 COUNTED = 24
 """Pictures, and as many told scenes, by which acceptance is measured."""
@@ -82,6 +99,10 @@ TOLD_SCENES: list[Request] = [
     ask(about_a_told(HELD_OUT + 100 + i, list(ORDERS)[i % 3]), tokens=160) for i in range(COUNTED)
 ]
 MEASURED = {"shown": SHOWN_SCENES, "told": TOLD_SCENES}
+
+
+WITHOUT = frozenset({"told", "a placeholder typed as text", "the same again", "both at once"})
+"""Situations in which the drafter computes no row that sees a picture: there is none, or it is cached."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +139,7 @@ CHUNKED: dict[str, Any] = {
     "enable_prefix_caching": True,
     "block_size": 32,
 }
+TINY_CACHE = {"num_gpu_blocks_override": 32, "block_size": 16}
 WITHOUT_MLA = {"VLLM_MLA_DISABLE": "1"}
 SETTINGS: dict[str, Setting] = {
     "embedding": Setting("pictures_gqa", "embedding", {**SITUATIONS, **MEASURED}),
@@ -128,5 +150,7 @@ SETTINGS: dict[str, Setting] = {
     "last-token, chunked": Setting(
         "pictures_gqa", "last-token", {**CHUNKS, **CACHED}, 1, {**CHUNKED, "max_num_seqs": 4}, WITHOUT_MLA
     ),
-    "embedding, MLA drafter, compiled": Setting("pictures_mla", "embedding", SITUATIONS, 4, {"enforce_eager": False}),
+    "embedding, MLA drafter, compiled": Setting(
+        "pictures_mla", "embedding", {**SITUATIONS, **CROWD}, 4, {"enforce_eager": False, **TINY_CACHE}
+    ),
 }

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.engine
 REQUESTS = [ask(about_a_picture(ROWS), scene(1))]
 CONFIGS: dict[str, dict[str, Any]] = {
     "another id": {"image_token_id" if NEW_SCHEMA else "media_placeholder_token_id": 270},
+    "only the old name": {"image_token_id": None, "media_placeholder_token_id": 266},
     "both names, disagreeing": {"image_token_id": 266, "media_placeholder_token_id": 271},
     "both names, neither right": {"image_token_id": 272, "media_placeholder_token_id": 271},
 }
@@ -33,7 +34,8 @@ def run(
     target = tmp_path_factory.mktemp("target") / "pictures"
     shutil.copytree(pictures_pair[TARGET], target)
     config = json.loads((target / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps(config | CONFIGS[request.param]))
+    merged = {key: value for key, value in (config | CONFIGS[request.param]).items() if value is not None}
+    (target / "config.json").write_text(json.dumps(merged))
     choice = {"kimi_eagle3": {"layer_rule": "output", "drafter_media": "embedding"}}
     return run_engine(
         target, [REQUESTS], drafter=pictures_pair["pictures_gqa"], k=2, additional_config=choice, **OPTIONS

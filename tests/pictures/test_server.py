@@ -18,6 +18,7 @@ from settings_pictures import HELD_OUT
 
 from vllm_kimi_eagle3.bench.client import Client, ServerError
 from vllm_kimi_eagle3.bench.serve import serve
+from vllm_kimi_eagle3.regression.engine import fresh_cache
 from vllm_kimi_eagle3.tiny_kimi.scenes import Scene, question
 
 pytestmark = pytest.mark.engine
@@ -46,8 +47,15 @@ def server(pictures_pair: dict[str, Path], tmp_path_factory: pytest.TempPathFact
     choice = {"kimi_eagle3": {"layer_rule": "output", "drafter_media": "embedding"}}
     arguments += ["--additional-config", json.dumps(choice)]
     folder = tmp_path_factory.mktemp("server")
-    env = {"VLLM_CACHE_ROOT": str(folder), "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_KIMI_EAGLE3": "on"}
+    env = {
+        "VLLM_CACHE_ROOT": str(fresh_cache(folder / "cache")),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_KIMI_EAGLE3": "on",
+    }
     with serve(str(pictures_pair["pictures"]), arguments, folder / "log", environment=env) as url:
+        # The engine core is a process of its own: its log line is where the choice has arrived.
+        core = [line for line in (folder / "log").read_text().splitlines() if "EngineCore" in line]
+        assert any("the drafter sees the picture's own embedding" in line for line in core)
         yield Client(url, timeout=60)
 
 
@@ -64,7 +72,6 @@ def good(server: Client) -> tuple[str, int]:
     return answer, server.counters().since(before).drafted
 
 
-PICTURE = "a picture"
 # What is asked, and words of the answer to it: of vLLM's own error, or None where it answers.
 BAD: dict[str, tuple[list[dict[str, Any]], str | None]] = {
     "bytes that are no picture": ([shown(b"no picture at all"), text(ASK)], "400"),

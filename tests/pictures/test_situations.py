@@ -7,35 +7,60 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from settings_pictures import CACHED, CHUNKS, MEASURED, SETTINGS, SITUATIONS
+from settings_pictures import BOUNDARIES, CACHED, CHUNKS, MAX_MODEL_LEN, MEASURED, SETTINGS, SITUATIONS, WITHOUT
 
 from vllm_kimi_eagle3.fixes.drafter_media import CHOICES
-from vllm_kimi_eagle3.regression.engine import EngineRun
+from vllm_kimi_eagle3.reference import greedy, speculate
+from vllm_kimi_eagle3.regression.engine import EngineRun, counters
 from vllm_kimi_eagle3.verify.compare import Comparison
 from vllm_kimi_eagle3.verify.drive import Served
+from vllm_kimi_eagle3.verify.oracle import CheckpointOracle
 
 pytestmark = pytest.mark.engine
-EVERY = [(name, situation) for name, s in SETTINGS.items() for situation in s.rounds]
-WITH_PICTURES = [
-    (name, situation) for name, situation in EVERY if situation not in ("told", "a placeholder typed as text")
-]
+EVERY = [(name, situation) for name, s in SETTINGS.items() for situation in s.rounds if situation not in MEASURED]
+WITH_PICTURES = [(name, situation) for name, situation in EVERY if situation not in WITHOUT]
 
 
-@pytest.mark.parametrize(("name", "situation"), EVERY, ids=[f"{n}-{s}" for n, s in EVERY])
+def ids(pairs: list[tuple[str, str]]) -> list[str]:
+    return [f"{name}-{situation}" for name, situation in pairs]
+
+
+@pytest.mark.parametrize(("name", "situation"), EVERY, ids=ids(EVERY))
 def test_the_drafter_receives_what_it_should(name: str, situation: str, judged: Callable[..., Comparison]) -> None:
     found = judged(name, situation)
     assert found.ok, found.problems or {n: s.to_json() for n, s in found.situations.items() if not s.ok}
 
 
-@pytest.mark.parametrize(("name", "situation"), WITH_PICTURES, ids=[f"{n}-{s}" for n, s in WITH_PICTURES])
+@pytest.mark.parametrize(("name", "situation"), WITH_PICTURES, ids=ids(WITH_PICTURES))
 def test_another_way_to_see_pictures_would_be_noticed(
     name: str, situation: str, judged: Callable[..., Comparison]
 ) -> None:
-    # All but the one row that is a picture's only: then the drafter has no row in which it sees one.
-    if situation == "nothing but a picture" or situation in MEASURED:
-        pytest.skip("too slow for what it shows, or shown by the others")
     for other in CHOICES.keys() - {SETTINGS[name].media}:
         assert not judged(name, situation, media=other).inputs_ok
+
+
+@pytest.mark.parametrize("name", ["embedding", "placeholder"])
+@pytest.mark.parametrize("situation", ["one picture", "several", "video chunk", "a placeholder typed before a picture"])
+def test_text_and_counters_are_those_of_the_reference_s_own_loop(
+    name: str,
+    situation: str,
+    served: Callable[[str, str], list[Served]],
+    shown: Callable[[str], EngineRun],
+    oracle: Callable[[str, str], CheckpointOracle],
+) -> None:
+    setting, view = SETTINGS[name], oracle(SETTINGS[name].drafter, SETTINGS[name].media)
+    (one,) = served(name, situation)
+    ((_, tokens, stops, *_),) = setting.rounds[situation]
+    assert view.drafter is not None and one.media
+    seen = view.about(one.media).embeds()
+    arguments = {"stop_token_ids": stops, "max_model_len": MAX_MODEL_LEN, "media": one.media}
+    trace = speculate(
+        view.target, view.drafter, one.prompt_ids, BOUNDARIES, setting.k, tokens, drafter_media=seen, **arguments
+    )
+    assert one.output_ids == trace.output_ids == greedy(view.target, one.prompt_ids, tokens, **arguments)
+    assert shown(name).result["rounds"][list(setting.rounds).index(situation)]["counters"] == counters(trace)
+    seen_by_target, blind = (view.target.forward(one.prompt_ids, media=m).logits[-1] for m in (one.media, None))
+    assert (seen_by_target - blind).norm() > 1e-2 * blind.norm(), "the picture says nothing"
 
 
 @pytest.mark.parametrize("situation", ["several", "next to each other", "picture and video chunk"])
@@ -76,15 +101,22 @@ def test_the_default_shows_the_placeholder_s_id_at_every_place_of_a_picture(
 def test_chunks_end_where_they_should(name: str, served: Callable[[str, str], list[Served]]) -> None:
     for situation in CHUNKS:
         (one,) = served(name, situation)
-        assert one.calls[0].positions[-1] <= 63 < one.calls[1].positions[-1] < len(one.prompt_ids) + 20, situation
+        first, second, *_ = (call.positions for call in one.calls)
+        # vLLM ends a chunk a token early where the next one would be a picture that is not embedded yet.
+        assert first[0] == 0 and 62 <= first[-1] <= 63 and second[0] == first[-1] + 1, situation
+        assert second[-1] >= min(len(one.prompt_ids) - 1, 126), situation
 
 
 @pytest.mark.parametrize("name", ["embedding, chunked", "last-token, chunked"])
 def test_a_cached_prefix_is_that_of_the_same_picture(name: str, served: Callable[[str, str], list[Served]]) -> None:
     starts = {situation: [one.calls[0].positions[0] for one in served(name, situation)] for situation in CACHED}
     assert starts["first time"] == [0]
-    assert starts["the same again"] == [32]
-    assert starts["another picture in the same place"] == [32]  # only what stands before the picture
+    assert starts["the same again"][0] >= 32  # the picture's block, and not the last one, which EAGLE needs anew
+    assert starts["another picture in the same place"] == [0]
+
+
+def test_some_gave_way_and_started_again(judged: Callable[..., Comparison]) -> None:
+    assert "resumed after preemption" in judged("embedding, MLA drafter, compiled", "crowd").situations
 
 
 def test_the_choice_is_said_and_travels(shown: Callable[[str], EngineRun]) -> None:

@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from vllm_kimi_eagle3.reference import Vision, media_at, patchify
+from vllm_kimi_eagle3.reference import Vision, patchify
 from vllm_kimi_eagle3.reference.ops import placed, shifted
+from vllm_kimi_eagle3.regression import pictures
 from vllm_kimi_eagle3.regression.pictures import images
 from vllm_kimi_eagle3.tiny_kimi.materialize import HERE, kimi_config
 
@@ -129,11 +130,16 @@ def test_a_large_picture_is_made_smaller() -> None:
     assert processor.media_tokens_calculator(media) == rows * columns // 4
 
 
-def test_media_are_placed_by_the_placeholder() -> None:
-    rows = torch.arange(6.0).view(3, 2)
-    media = media_at([7, 9, 9, 1, 9], 9, rows)
-    assert {place: row.tolist() for place, row in media.items()} == {1: [0, 1], 2: [2, 3], 4: [4, 5]}
-    assert list(shifted(media, 2)) == [0, 2]
+def test_media_are_placed_and_shifted() -> None:
+    media = dict(zip((1, 2, 4), torch.arange(6.0).view(3, 2), strict=True))
+    assert {place: row.tolist() for place, row in shifted(media, 2).items()} == {0: [2, 3], 2: [4, 5]}
     assert placed(torch.zeros(3, 2), media).tolist() == [[0, 0], [0, 1], [2, 3]]
-    with pytest.raises(ValueError, match="2 placeholders for 3 rows"):
-        media_at([9, 9], 9, rows)
+    assert placed(torch.zeros(3, 2), None).tolist() == [[0, 0]] * 3
+
+
+def test_placeholders_are_given_to_pictures_from_the_left(vision: Vision) -> None:
+    shown = [{"scenes": [1], "size": [28, 28]}, {"scenes": [2], "size": [56, 28]}]
+    found = pictures.media(vision, [7, 266, 8, 266, 266], [7, 266, 8, 266, 266, 266], shown)
+    assert list(found) == [1, 3, 4]
+    with pytest.raises(ValueError, match="the engine's prompt is"):
+        pictures.media(vision, [7, 266, 8, 266], [7, 266, 8, 266], shown)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from vllm_kimi_eagle3.regression.engine import fresh_cache
 from vllm_kimi_eagle3.tiny_kimi.materialize import HERE, materialize
 
 ENGINE = pytest.mark.engine
@@ -39,7 +40,7 @@ def verify(tmp_path_factory: pytest.TempPathFactory, pair: dict[str, Path]) -> A
             env={
                 **os.environ,
                 "VLLM_KIMI_EAGLE3": overlay,
-                "VLLM_CACHE_ROOT": str(folder / "cache"),
+                "VLLM_CACHE_ROOT": str(fresh_cache(folder / "cache")),
                 "VLLM_CPU_KVCACHE_SPACE": "1",
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             },

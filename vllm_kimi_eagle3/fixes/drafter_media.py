@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+import types
+from collections.abc import Mapping
 from typing import Any
 
 from vllm_kimi_eagle3.fixes import _proposer
@@ -57,8 +58,10 @@ def chosen(vllm_config: Any) -> str:
     Raises:
         PlanError: it is none of ``CHOICES``.
     """
-    choice = _recorded(vllm_config) or (os.environ.get(VARIABLE) or "").strip() or DEFAULT
-    if choice not in CHOICES:
+    choice = _recorded(vllm_config)
+    if choice is None:
+        choice = (os.environ.get(VARIABLE) or "").strip() or DEFAULT
+    if not isinstance(choice, str) or choice not in CHOICES:
         raise PlanError(f"{KEY} is {describe(choice)}, but one of {', '.join(CHOICES)} was expected")
     return choice
 
@@ -78,15 +81,27 @@ def check(vllm_config: Any, choice: str) -> None:
     """
     if choice == DEFAULT:
         return
-    why = None
+    why, speculative = None, vllm_config.speculative_config
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         why = "with pipeline parallelism the drafter's stage has no embeddings of pictures"
-    elif getattr(vllm_config.speculative_config, "disable_padded_drafter_batch", False):
+    elif getattr(speculative, "disable_padded_drafter_batch", False):
         why = "with disable_padded_drafter_batch the drafter's rows are not where the pictures are said to be"
+    elif getattr(speculative, "parallel_drafting", False):
+        why = "with parallel_drafting the drafter has more rows than the pictures' places are said for"
+    elif getattr(speculative.target_model_config, "enable_prompt_embeds", False):
+        why = "with enable_prompt_embeds a prompt's own embeddings are said to be pictures'"
+    elif choice == "embedding" and len(widths := _widths(speculative)) == 2:
+        why = f"the drafter's width, {widths[1]}, is not the target's, {widths[0]}"
     elif _on_v2(vllm_config) and not v2_passes_media(SourceTree.installed()):
         why = "this vLLM's V2 model runner gives an EAGLE-3 drafter no embeddings of pictures"
     if why is not None:
         raise PlanError(f"{KEY} is {choice}, but {why}; leave it at {DEFAULT}")
+
+
+def _widths(speculative: Any) -> list[int]:
+    """The hidden sizes of target and drafter; one where they are the same."""
+    both = (speculative.target_model_config, speculative.draft_model_config)
+    return list(dict.fromkeys(int(config.get_hidden_size()) for config in both))
 
 
 def _on_v2(vllm_config: Any) -> bool:
@@ -128,36 +143,34 @@ def probe(tree: SourceTree) -> Verdict:
     return Verdict(Need.APPLY, "the drafters drop the embeddings of pictures")
 
 
-def seeing(drafter: Any, choice: str) -> Callable[..., Any]:
-    """A method ``embed_input_ids`` for one drafter.
+def embed_input_ids(self: Any, input_ids: Any, multimodal_embeddings: Any = None, is_multimodal: Any = None) -> Any:
+    """The method that a drafter is given; its choice lies in its ``kimi_eagle3_media``.
 
-    Its arguments are vLLM's: (T,) ids, the pictures' embeddings as a sequence of (n, H), and which of the T are theirs.
+    Args:
+        self: the drafter.
+        input_ids: (T,).
+        multimodal_embeddings: the pictures' embeddings, a sequence of (n, H); None or empty without pictures.
+        is_multimodal: (T,), which of the ids are theirs.
+
+    Returns:
+        (T, H).
     """
+    import torch
 
-    def embed_input_ids(input_ids: Any, multimodal_embeddings: Any = None, is_multimodal: Any = None) -> Any:
-        import torch
-
-        if is_multimodal is None or multimodal_embeddings is None or not len(multimodal_embeddings):
-            return drafter.model.embed_input_ids(input_ids)
-        mask = is_multimodal.to(input_ids.device, non_blocking=True)
-        if choice == "last-token":
-            return drafter.model.embed_input_ids(input_ids.masked_fill(mask, drafter.config.vocab_size - 1))
-        embeds = drafter.model.embed_input_ids(input_ids)
-        rows = torch.cat([part.reshape(-1, part.shape[-1]) for part in multimodal_embeddings])
-        if rows.shape[-1] != embeds.shape[-1]:
-            raise ValueError(
-                f"vllm-kimi-eagle3: a picture's embeddings have width {rows.shape[-1]}, the drafter's"
-                f" {embeds.shape[-1]}; leave {KEY} at {DEFAULT} for this drafter"
-            )
-        # V1 hands over a mask that is still on the CPU; elsewhere, to count would be to wait for the GPU.
-        if is_multimodal.device.type == "cpu" and int(is_multimodal.sum()) != len(rows):
-            raise ValueError(
-                f"vllm-kimi-eagle3: {len(rows)} embeddings of pictures for {int(is_multimodal.sum())} places in the"
-                f" drafter's rows; please report it, and leave {KEY} at {DEFAULT} until then"
-            )
-        return embeds.masked_scatter(mask[:, None], rows.to(embeds.dtype))
-
-    return embed_input_ids
+    if is_multimodal is None or multimodal_embeddings is None or not len(multimodal_embeddings):
+        return self.model.embed_input_ids(input_ids)
+    mask = is_multimodal.to(input_ids.device, non_blocking=True)
+    if self.kimi_eagle3_media == "last-token":
+        return self.model.embed_input_ids(input_ids.masked_fill(mask, self.config.vocab_size - 1))
+    embeds = self.model.embed_input_ids(input_ids)
+    rows = torch.cat([part.reshape(-1, part.shape[-1]) for part in multimodal_embeddings])
+    # Some releases hand over a mask on the CPU; elsewhere, to count would be to wait for the GPU.
+    if is_multimodal.device.type == "cpu" and int(is_multimodal.sum()) != len(rows):
+        raise ValueError(
+            f"vllm-kimi-eagle3: {len(rows)} embeddings of pictures for {int(is_multimodal.sum())} places in the"
+            f" drafter's rows; please report it, and leave {KEY} at {DEFAULT} until then"
+        )
+    return embeds.masked_scatter(mask[:, None], rows.to(embeds.dtype))
 
 
 def install(installer: Installer) -> None:
@@ -173,7 +186,8 @@ def install(installer: Installer) -> None:
             vllm_config = kwargs.get("vllm_config")
             choice = _recorded(vllm_config)
             if choice is not None and choice != DEFAULT:
-                self.embed_input_ids = seeing(self, choice)
+                self.kimi_eagle3_media = choice
+                self.embed_input_ids = types.MethodType(embed_input_ids, self)
                 setattr(self, _MARK, True)
 
         functools.update_wrapper(__init__, original)

@@ -3,8 +3,8 @@
 
 From 0.32.0 on, vLLM loads Kimi-K2.5 with Transformers' own configuration class, whose placeholder is
 ``image_token_id``; the V1 proposer still reads ``media_placeholder_token_id`` and dies of an AttributeError, or, where
-a checkpoint brings both names, reads the one that nothing else goes by. While it loads the drafter, the old name is a
-second name of the new one: by then the new one is what the tokenizer says, which wins where they disagree.
+a checkpoint brings both names, reads the one that nothing else goes by. When it loads the drafter, the old name is
+given the new one's value: by then that is what the tokenizer says, which wins where they disagree.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ them. What it does not: quantised weights, sampling, parallel or tree drafting, 
 
 from vllm_kimi_eagle3.reference.checkpoint import Checkpoint, load_checkpoint
 from vllm_kimi_eagle3.reference.drafter import Drafter, DrafterSession, Proposal
-from vllm_kimi_eagle3.reference.ops import Cache, media_at
+from vllm_kimi_eagle3.reference.ops import Cache
 from vllm_kimi_eagle3.reference.speculate import SpeculationTrace, Step, fc_rows, greedy, speculate
 from vllm_kimi_eagle3.reference.target import Borrowed, Target, TargetOutput
 from vllm_kimi_eagle3.reference.vision import Vision, patchify
@@ -40,7 +40,6 @@ __all__ = [
     "fc_rows",
     "greedy",
     "load_checkpoint",
-    "media_at",
     "patchify",
     "speculate",
 ]

@@ -9,7 +9,7 @@ and rounded back to the activations' dtype, as the engines do.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,18 +19,6 @@ from torch import Tensor
 Weights = Mapping[str, Tensor]
 Media = Mapping[int, Tensor]
 """Rows that stand in for the embeddings of some tokens, by index in the tokens of one forward pass."""
-
-
-def media_at(token_ids: Sequence[int], placeholder: int, rows: Tensor) -> Media:
-    """Where pictures stand in a prompt: the rows, (M, H), at the M places of the placeholder, in order.
-
-    Raises:
-        ValueError: there are more placeholders than rows, or fewer.
-    """
-    places = [i for i, token in enumerate(token_ids) if token == placeholder]
-    if len(places) != rows.shape[0]:
-        raise ValueError(f"{len(places)} placeholders for {rows.shape[0]} rows of media")
-    return dict(zip(places, rows, strict=True))
 
 
 def shifted(media: Media, by: int) -> Media:

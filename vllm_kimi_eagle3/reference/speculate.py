@@ -168,7 +168,7 @@ def speculate(
     max_model_len: int | None = None,
     drafter_max_model_len: int | None = None,
     media: Media | None = None,
-    media_for_drafter: bool = True,
+    drafter_media: Media | None = None,
 ) -> SpeculationTrace:
     """Generate greedily with speculation, and record every step.
 
@@ -183,8 +183,8 @@ def speculate(
         max_model_len: the engine's limit on prompt plus output; None: unlimited.
         drafter_max_model_len: the drafter's limit (``speculative_config.draft_model_config.max_model_len``); vLLM
             takes the smaller of the drafter's own and the target's, so the default is max_model_len.
-        media: the rows of the prompt's pictures, by place in the prompt: see ``media_at``.
-        media_for_drafter: whether the drafter, too, sees them; else it sees the placeholder's embedding.
+        media: the rows of the prompt's pictures, by place in the prompt.
+        drafter_media: what the drafter sees in those places; None: the placeholder's embedding.
 
     Raises:
         ValueError: the boundaries do not fit the target, or their number does not fit the drafter's fc.
@@ -210,7 +210,7 @@ def speculate(
         cache.truncate(start + confirmed)
         fits = limit is None or start + len(input_ids) + k <= limit
         # A drafter's row holds the next token's embedding, a picture's as any other.
-        seen = shifted(pictures, 1) if pictures and media_for_drafter else None
+        seen = shifted(drafter_media, 1) if drafter_media and start == 0 else None
         proposal = session.propose(rows, next_ids, start, k, seen) if fits else None
 
         emitted, stopped = list[int](), False

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run the real engine in a process of its own, on a job, and read what came out.
 
-Each run has its own ``VLLM_CACHE_ROOT``, so that no compiled graph and no model record reaches another test.
+Each run has its own ``VLLM_CACHE_ROOT``, so that no compiled graph reaches another test. What vLLM notes of its model
+classes, which costs a process of many seconds each, may be shared: see ``fresh_cache``.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -37,6 +39,26 @@ Request = (
 """Prompt ids, max_tokens, stop token ids, the step before which it joins, and the prompt's pictures."""
 Round = Sequence[Request] | dict[str, Any]
 """A batch; or one that something spoils, {"requests": …, "tamper": …}, see engine_probe.py."""
+
+
+RECORDS = "KIMI_EAGLE3_MODEL_RECORDS"
+"""Names a folder in which fresh caches share vLLM's records of its model classes; unset, none is shared."""
+
+
+def fresh_cache(root: Path, overlay: str = "on") -> Path:
+    """A ``VLLM_CACHE_ROOT`` with nothing compiled in it.
+
+    The shared records hold flags of classes, by a hash of their source. They are apart by what the overlay is told and
+    by what is on the path, so that neither a fix nor a patched vLLM reaches another run.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    shared = os.environ.get(RECORDS)
+    if shared and not (root / "modelinfos").exists():
+        path = hashlib.sha256(os.environ.get("PYTHONPATH", "").encode()).hexdigest()[:12]
+        records = Path(shared).resolve() / f"{overlay}-{path}"
+        records.mkdir(parents=True, exist_ok=True)
+        (root / "modelinfos").symlink_to(records, target_is_directory=True)
+    return root
 
 
 class EngineFailed(AssertionError):
@@ -217,7 +239,7 @@ def _write(
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(separate_core)),
-        "VLLM_CACHE_ROOT": str(cache or folder / "cache"),
+        "VLLM_CACHE_ROOT": str(cache or fresh_cache(folder / "cache", overlay)),
         "VLLM_KIMI_EAGLE3": overlay,
         **(env or {}),
     }
@@ -241,7 +263,7 @@ def served_of(round_result: dict[str, Any], requests: Sequence[Request], vision:
     ]
     for one, request in zip(served, requests, strict=True):
         if len(request) == 5 and request[4] and vision is not None:
-            one.media = media(vision, one.prompt_ids, request[4])
+            one.media = media(vision, request[0], one.prompt_ids, request[4])
     for call in round_result["calls"]:
         served[call["of"]].calls.append(Call(**{n: v for n, v in call.items() if n != "of"}))
     return served

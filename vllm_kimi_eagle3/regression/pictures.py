@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_kimi_eagle3.reference import Vision, media_at, patchify
+from vllm_kimi_eagle3.reference import Vision, patchify
 from vllm_kimi_eagle3.reference.ops import Media
 from vllm_kimi_eagle3.tiny_kimi.materialize import HERE
 from vllm_kimi_eagle3.tiny_kimi.scenes import Scene, question
@@ -62,9 +62,24 @@ def rows(vision: Vision, pictures: Sequence[Picture]) -> Tensor:
     return torch.cat(found)
 
 
-def media(vision: Vision, prompt_ids: Sequence[int], pictures: Sequence[Picture]) -> Media:
-    """The rows by place in the engine's prompt, in which each placeholder stands as often as needed."""
-    return media_at(prompt_ids, PLACEHOLDER, rows(vision, pictures))
+def media(vision: Vision, request_ids: Sequence[int], prompt_ids: Sequence[int], pictures: Sequence[Picture]) -> Media:
+    """The rows by place in the engine's prompt, in which each picture's placeholder stands as often as it has tokens.
+
+    vLLM gives pictures to placeholders from the left; one that is left over was typed.
+
+    Raises:
+        ValueError: the engine's prompt is not the request's with its placeholders repeated so.
+    """
+    parts = [rows(vision, [picture]) for picture in pictures]
+    expected, places, left = list[int](), list[int](), iter(parts)
+    for token in request_ids:
+        part = next(left, None) if token == PLACEHOLDER else None
+        if part is not None:
+            places += range(len(expected), len(expected) + len(part))
+        expected += [token] * (1 if part is None else len(part))
+    if list(prompt_ids) != expected:
+        raise ValueError(f"the engine's prompt is {list(prompt_ids)}, expected {expected}")
+    return dict(zip(places, torch.cat(parts), strict=True))
 
 
 @cache

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from safetensors.torch import load_file, save_file
 
-from vllm_kimi_eagle3.regression.engine import TARGET_PROBE, EngineRun, run_engine, run_probe, served_of
+from vllm_kimi_eagle3.regression.engine import RECORDS, TARGET_PROBE, EngineRun, run_engine, run_probe, served_of
 from vllm_kimi_eagle3.regression.environment import Environment
 from vllm_kimi_eagle3.regression.settings import MAX_MODEL_LEN, PROMPTS, RIGHT, RULE, Setting, suite_settings
 from vllm_kimi_eagle3.tiny_kimi.materialize import materialize
@@ -40,17 +41,12 @@ class Runs:
     Args:
         pair: the tiny pair's folders.
         settings: by name.
-        model_records: a ``VLLM_CACHE_ROOT`` that eager engines share: it saves each a process that only looks at the
-            model's class. Nothing compiled is in it, so nothing of one engine can reach another.
         at_once: how many engines may run at a time.
     """
 
-    def __init__(
-        self, pair: Mapping[str, Path], settings: Mapping[str, Setting], model_records: Path, at_once: int = 1
-    ) -> None:
+    def __init__(self, pair: Mapping[str, Path], settings: Mapping[str, Setting], at_once: int = 1) -> None:
         self.pair = pair
         self.settings = settings
-        self.model_records = model_records
         self._pool = ThreadPoolExecutor(at_once)
         self._begun: dict[str, Future[Any]] = {}
         self._made: dict[str, Any] = {}
@@ -83,8 +79,6 @@ class Runs:
     def _start(self, name: str) -> EngineRun:
         s = self.settings[name]
         options: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "dtype": s.dtype, **s.options}
-        if options.get("enforce_eager", True):
-            options["cache"] = self.model_records
         return run_engine(self.pair[s.target], s.rounds, drafter=self.pair[s.drafter], k=s.k, env=s.env, **options)
 
     def once(self, key: str, make: Callable[[], _T]) -> _T:
@@ -146,11 +140,11 @@ class Suite(Runs):
         # Not more: on a CPU they would only take the time from each other, and a GPU is shared.
         at_once = 2 if gpu else 1
         pair = make_pair(folder, wide=gpu)
+        os.environ.setdefault(RECORDS, str(folder / "model-records"))
         super().__init__(
             {**pair, **_more_drafters(pair["eagle3_gqa_nested"], folder)},
             suite_settings(environment),
-            folder / "model-records",
-            at_once=at_once,
+            at_once,
         )
         self.runners: set[str] = set()
 
@@ -218,7 +212,7 @@ class Suite(Runs):
 
     def _probe(self, key: str, module: str, job: dict[str, Any]) -> dict[str, Any]:
         mode, env = self.environment.mode, self.settings["eager"].env
-        run = self._begin(key, lambda: run_probe(module, job, overlay=mode, cache=self.model_records, env=env))
+        run = self._begin(key, lambda: run_probe(module, job, overlay=mode, env=env))
         return run.result().result
 
     def _engine(self, kind: str, dtype: str) -> dict[str, Any]:

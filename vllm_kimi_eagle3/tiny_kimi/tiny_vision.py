@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers.image_processing_utils import BaseImageProcessor, BatchFeature
+from transformers.image_processing_base import BatchFeature
+from transformers.image_processing_utils import BaseImageProcessor
 
 MERGE = 2
 

@@ -77,7 +77,7 @@ class _Recorder:
         embeds: dict[int, Tensor] | None = None,
     ) -> None:
         kept = rows.detach().to("cpu", copy=True) if self.rank == 0 else rows.detach().float().norm(dim=-1).cpu()
-        self.held += kept.numel() * kept.element_size()
+        self.held += sum(row.numel() * row.element_size() for row in (kept, *(embeds or {}).values()))
         if self.held > self.limit:
             self.dropped += 1
             return
@@ -193,7 +193,7 @@ def _record_v1(runner: Any, recorder: _Recorder) -> None:
         elif rows is not None and hasattr(model, "embed_input_ids"):
             given = rows[: len(ids)]
             other = (given != model.embed_input_ids(ids)).any(-1).nonzero().flatten().tolist()
-            recorder.embeds = {i: given[i].detach().to("cpu", copy=True) for i in other}
+            recorder.embeds = dict(zip(other, given[other].detach().cpu().unbind(), strict=True))
 
     def recording(*args: Any, **kwargs: Any) -> Any:
         # The engine reuses its buffers and changes its metadata: copy before it runs.

@@ -345,13 +345,16 @@ def _embeddings(one: Served, expected: Mapping[int, Tensor], bar: float) -> list
     """Where a drafter's row embeds something else than its token, or than the picture that is expected there.
 
     Args:
-        one: the request; calls that do not show their embeddings are passed over.
+        one: the request.
         expected: by place in the prompt.
         bar: largest relative error.
     """
     found: list[tuple[int, str]] = []
     for index, call in enumerate(one.calls):
         if call.embeds is None:
+            # Text is not known to be embedded as something else; a picture is not known to be embedded at all.
+            if any(position + 1 in expected for position in call.positions):
+                found.append((index, f"{one.name}: this runner does not show what its drafter embeds for pictures"))
             continue
         for row, position in enumerate(call.positions):
             given, want = call.embeds.get(row), expected.get(position + 1)
