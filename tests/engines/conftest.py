@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from packaging.version import Version
 from tests.drift.expected import EXPECTED, expected
 from tests.engines import tiny
 from vllm_kimi_eagle3.patching.release import installed_release
+from vllm_kimi_eagle3.patching.source import SourceTree
 from vllm_kimi_eagle3.patching.spec import Need
 from vllm_kimi_eagle3.regression.engine import TARGET_PROBE, EngineFailed, run_probe
 
@@ -25,6 +27,13 @@ def applies(defect: str) -> bool:
     """Whether the table says that the installed release has a defect."""
     labels = [label for label in EXPECTED if label.startswith(f"{defect} ")]
     return any(expected(label, RELEASE) is Need.APPLY for label in labels)
+
+
+def loads_with_mla_only() -> bool:
+    """0.15's Kimi-K2.5 renames two projections to MLA's fused one, whether or not its decoder has that."""
+    load = "vllm.model_executor.models.kimi_k25:KimiK25ForConditionalGeneration.load_weights"
+    off = os.environ.get("VLLM_MLA_DISABLE", "0") not in ("", "0")
+    return off and "fused_qkv_a_proj" in SourceTree.installed().text(load)
 
 
 @pytest.fixture(scope="session")
@@ -71,6 +80,8 @@ def target_run(run: Callable[..., dict[str, Any]], models: dict[str, Path]) -> C
         load_drafter: bool = False,
         **engine: Any,
     ) -> dict[str, Any]:
+        if "kimi" in kind and loads_with_mla_only():
+            pytest.skip("this release's Kimi-K2.5 loads weights with MLA only, which its CPU engine has not")
         arguments: dict[str, Any] = {
             "model": str(models[kind]),
             "dtype": "float32",
