@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 PACKAGE = ROOT / "vllm_kimi_eagle3"
 CONTENTS = HERE / "wheel_contents.txt"
-LIMIT = 20 << 20
+LIMIT = 24 << 20
 """Bytes of a wheel; the tiny pair is nearly all of them."""
 IGNORED = (".git", ".venv*", ".nox", ".cache", ".hypothesis", ".pytest_cache", ".ruff_cache", "mutants", "__pycache__")
 BUILD = """
