@@ -257,9 +257,9 @@ def counters(*traces: SpeculationTrace) -> dict[str, list[int]]:
 
 def served_of(round_result: dict[str, Any], requests: Sequence[Request], vision: Vision | None = None) -> list[Served]:
     """A round's requests with what came of them, as the comparison takes them; ``vision`` embeds their pictures."""
+    # Only some of a round's requests may be asked for: its first ones.
     served = [
-        Served(f"r{i}", prompt, output)
-        for i, (prompt, output) in enumerate(zip(round_result["prompt_ids"], round_result["output_ids"], strict=True))
+        Served(f"r{i}", round_result["prompt_ids"][i], round_result["output_ids"][i]) for i in range(len(requests))
     ]
     for one, request in zip(served, requests, strict=True):
         if len(request) == 5 and request[4] and vision is not None:
