@@ -58,19 +58,24 @@ SITUATIONS: dict[str, list[Request]] = {
 }
 """Where a picture can be in a prompt."""
 
-# A step takes 64 tokens, so a prompt's first chunk ends at the 64th: before, in and behind its first picture.
+# A step takes 64 tokens, so a prompt's first chunk ends at the 64th: before, in and behind its first picture. No two
+# prompts begin alike, or a cached prefix would move the chunk.
 _BEGINS = (20, 47, 48, 49, 55, 63, 64, 65)
 CHUNKS: dict[str, list[Request]] = {
     f"a chunk ends {64 - begins} tokens into the picture": [
-        ask([*encode("x" * begins), PLACEHOLDER, *encode("What do you see, or not? " * 2)], scene(begins), tokens=12)
+        ask(
+            [*encode(f"{begins:03}" + "x" * (begins - 3)), PLACEHOLDER, *encode("What do you see, or not? " * 2)],
+            scene(begins),
+            tokens=12,
+        )
     ]
     for begins in _BEGINS
 }
 CHUNKS["a chunk ends between two pictures"] = [
-    ask([*encode("x" * 48), PLACEHOLDER, PLACEHOLDER, *encode("What do you see?")], scene(81), scene(82), tokens=12)
+    ask([*encode("a" * 48), PLACEHOLDER, PLACEHOLDER, *encode("What do you see?")], scene(81), scene(82), tokens=12)
 ]
 CHUNKS["a chunk ends in a video chunk"] = [
-    ask([*encode("x" * 60), PLACEHOLDER, *encode("What do you see?")], chunk(83, 84, 85), tokens=12)
+    ask([*encode("b" * 60), PLACEHOLDER, *encode("What do you see?")], chunk(83, 84, 85), tokens=12)
 ]
 
 
