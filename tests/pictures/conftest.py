@@ -84,7 +84,7 @@ def judged(
 ) -> Callable[..., Comparison]:
     """A round of a setting against the reference, or against a reference that sees pictures in another way."""
 
-    def of(name: str, situation: str, media: str | None = None, of: list[Served] | None = None) -> Comparison:
+    def judge(name: str, situation: str, media: str | None = None, of: list[Served] | None = None) -> Comparison:
         s = SETTINGS[name]
         return compare(
             served(name, situation) if of is None else of,
@@ -95,4 +95,4 @@ def judged(
             max_model_len=MAX_MODEL_LEN,
         )
 
-    return of
+    return judge

@@ -15,7 +15,7 @@ from browser import needs_browser, picture
 from torch import Tensor
 
 from vllm_kimi_eagle3.verify.capture import Call
-from vllm_kimi_eagle3.verify.compare import Comparison, compare
+from vllm_kimi_eagle3.verify.compare import Comparison, _embeddings, compare
 from vllm_kimi_eagle3.verify.drive import Served
 from vllm_kimi_eagle3.verify.report import Facts, block, html, to_json
 
@@ -278,3 +278,34 @@ def test_drafts_are_counted_up_to_the_first_wrong_one() -> None:
     one.calls[0].drafts, one.calls[1].drafts = [1, 9], [9, 9]
     found = judge(one)
     assert found.drafts == [[1, 3], [1, 2]] and found.inputs_ok and not found.ok
+
+
+PICTURE = torch.tensor([1.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "word"),
+    [
+        ({}, {}, None),
+        (None, {}, None),
+        ({1: PICTURE}, {2: PICTURE}, None),
+        ({1: PICTURE}, {}, "embeds something else than token"),
+        ({}, {2: PICTURE}, "expected a picture's embedding"),
+        ({1: PICTURE * 1.01}, {2: PICTURE}, "something else than the picture"),
+        ({1: PICTURE * float("nan")}, {2: PICTURE}, "something else than the picture"),
+        (None, {2: PICTURE}, "does not show"),
+    ],
+)
+def test_what_the_drafter_embeds(
+    given: dict[int, Tensor] | None, expected: dict[int, Tensor], word: str | None
+) -> None:
+    one = served()
+    one.calls[0].embeds = given
+    found = [sentence for _, sentence in _embeddings(one, expected, 1e-4)]
+    assert len(found) == (word is not None) and (word is None or word in found[0]), found
+
+
+def test_a_wrong_embedding_of_text_is_not_right() -> None:
+    one = served()
+    one.calls[1].embeds = {0: PICTURE}
+    assert not judge(one).ok

@@ -70,12 +70,13 @@ class Engine:
         return [SimpleNamespace(finished=True, request_id=self.names.pop(), outputs=[SimpleNamespace(token_ids=[5])])]
 
 
-def call(rows: torch.Tensor, drafts: list[int]) -> Call:
-    return Call("r0-1a2b", 0, rows, [2, 5], [0, 1], drafts, 2)
+def call(rows: torch.Tensor, drafts: list[int], embeds: dict[int, torch.Tensor] | None = None) -> Call:
+    return Call("r0-1a2b", 0, rows, [2, 5], [0, 1], drafts, 2, embeds)
 
 
 ROWS = torch.tensor([[3.0, 4.0], [6.0, 8.0]])
 NORMS = torch.tensor([5.0, 10.0])
+SEEN = {1: torch.tensor([1.0, 2.0])}
 
 
 def test_ranks_that_agree_are_one() -> None:
@@ -85,12 +86,20 @@ def test_ranks_that_agree_are_one() -> None:
     assert served.output_ids == [5] and served.calls[0].rows is ROWS
 
 
+def test_ranks_that_embed_the_same_picture_agree() -> None:
+    (served,) = Driver(Engine([call(ROWS, [1], SEEN)], [call(NORMS, [1], dict(SEEN))])).run([Request([1, 2], 1)])
+    assert served.calls[0].embeds == SEEN
+
+
 @pytest.mark.parametrize(
     ("engine", "word"),
     [
         (Engine([call(ROWS, [1])], [call(NORMS * 1.1, [1])]), "different inputs"),
         (Engine([call(ROWS, [1])], [call(NORMS, [2])]), "different inputs"),
         (Engine([call(ROWS, [1])], []), "different inputs"),
+        (Engine([call(ROWS, [1], SEEN)], [call(NORMS, [1], {1: SEEN[1] * 2})]), "different inputs"),
+        (Engine([call(ROWS, [1], SEEN)], [call(NORMS, [1], {0: SEEN[1]})]), "different inputs"),
+        (Engine([call(ROWS, [1], SEEN)], [call(NORMS, [1])]), "different inputs"),
         (Engine([call(ROWS, [1])], dropped=3), "3 drafter calls"),
     ],
 )
@@ -109,3 +118,6 @@ def test_rows_beyond_the_limit_are_counted_and_dropped() -> None:
     for _ in range(3):
         recorder.add("r0", ROWS, torch.tensor([2, 5]), torch.tensor([0, 1]), torch.tensor([1]), 2)
     assert (len(recorder.calls), recorder.dropped) == (1, 2)
+    pictured = capture._Recorder(rank=0, limit=20, owner=None)
+    pictured.add("r0", ROWS, torch.tensor([2, 5]), torch.tensor([0, 1]), torch.tensor([1]), 2, SEEN)
+    assert (len(pictured.calls), pictured.dropped) == (0, 1), "a picture's embeddings take room, too"

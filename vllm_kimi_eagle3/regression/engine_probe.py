@@ -6,10 +6,9 @@
 The job: ``engine`` (arguments of LLM), ``rounds``, ``toys`` (see ``tampers.captured_subsets``), ``proxy`` (a target of
 the overlay's to replace by a wrapt proxy) and ``timed`` (a list of requests to serve once for each line of stdin). A
 round is a list of requests [prompt_ids, max_tokens, stop_token_ids, joins_at, pictures] that run as one batch, of which
-the last three may be left out (pictures: see ``pictures``), or {"requests":
-such a list, "tamper": a name in ``TAMPERS``, "k": how many to draft, "weights": a folder whose drafter to run,
-"observe": of how many requests to keep the drafter's calls}. The drafter's calls are recorded where the engine core
-lives in this process.
+the last three may be left out (see ``pictures`` for what describes one); or {"requests": such a list, "tamper": a name
+in ``TAMPERS``, "k": how many to draft, "weights": a folder whose drafter to run, "observe": of how many requests to
+keep the drafter's calls}. The drafter's calls are recorded where the engine core lives in this process.
 """
 
 from __future__ import annotations
