@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from settings_pictures import BOUNDARIES, CACHED, CHUNKS, MAX_MODEL_LEN, MEASURED, SETTINGS, SITUATIONS, WITHOUT
+from settings_pictures import BOUNDARIES, CACHED, CHUNKS, DTYPE, MAX_MODEL_LEN, MEASURED, SETTINGS, SITUATIONS, WITHOUT
 
 from vllm_kimi_eagle3.fixes.drafter_media import CHOICES
 from vllm_kimi_eagle3.reference import greedy, speculate
@@ -39,6 +39,7 @@ def test_another_way_to_see_pictures_would_be_noticed(
         assert not judged(name, situation, media=other).inputs_ok
 
 
+@pytest.mark.skipif(DTYPE != "float32", reason="in half precision a near-tie may go another way than the reference's")
 @pytest.mark.parametrize("name", ["embedding", "placeholder"])
 @pytest.mark.parametrize("situation", ["one picture", "several", "video chunk", "a placeholder typed before a picture"])
 def test_text_and_counters_are_those_of_the_reference_s_own_loop(
@@ -72,7 +73,7 @@ def test_pictures_in_each_other_s_place_would_be_noticed(
         assert one.media
         rows = list(one.media.values())
         rows = rows[16:] + rows[:16]
-        swapped.append(replace(one, media=dict(zip(one.media, rows, strict=True))))
+        swapped.append(replace(one, media=dict(zip(one.media, rows, strict=True)), rounded_media=None))
     assert not judged("embedding", situation, of=swapped).inputs_ok
 
 

@@ -9,7 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from settings_pictures import BOUNDARIES, MAX_MODEL_LEN, NEW_SCHEMA, OPTIONS, ROWS, TARGET, ask, scene
+import torch
+from settings_pictures import (
+    BOUNDARIES,
+    DTYPE,
+    EMBEDDING_BAR,
+    MAX_MODEL_LEN,
+    NEW_SCHEMA,
+    OPTIONS,
+    ROWS,
+    TARGET,
+    ask,
+    scene,
+)
 
 from vllm_kimi_eagle3.reference import Vision
 from vllm_kimi_eagle3.regression.engine import EngineRun, run_engine, served_of
@@ -42,11 +54,20 @@ def run(
     )
 
 
-def test_all_parts_agree_on_the_tokenizer_s(run: EngineRun, pictures_pair: dict[str, Path], vision: Vision) -> None:
+def test_all_parts_agree_on_the_tokenizer_s(
+    run: EngineRun, pictures_pair: dict[str, Path], vision: Vision, rounded_vision: Vision | None
+) -> None:
     assert run.result["placeholders"] == {"target": 266, "drafter": 266, "config": [266]}
-    served = served_of(run.result["rounds"][0], REQUESTS, vision)
-    oracle = CheckpointOracle(
-        pictures_pair["pictures"], pictures_pair["pictures_gqa"], BOUNDARIES, drafter_media="embedding"
+    served = served_of(run.result["rounds"][0], REQUESTS, vision, rounded_vision)
+    folders = pictures_pair["pictures"], pictures_pair["pictures_gqa"]
+    oracle = CheckpointOracle(*folders, BOUNDARIES, getattr(torch, DTYPE), drafter_media="embedding")
+    found = compare(
+        served,
+        oracle,
+        BOUNDARIES,
+        dtype=DTYPE,
+        embedding_bar=EMBEDDING_BAR,
+        block_size=run.result["block_size"],
+        max_model_len=MAX_MODEL_LEN,
     )
-    found = compare(served, oracle, BOUNDARIES, dtype="float32", block_size=16, max_model_len=MAX_MODEL_LEN)
     assert found.ok, found.problems

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from settings_pictures import HELD_OUT
+from settings_pictures import DTYPE, HELD_OUT
 
 from vllm_kimi_eagle3.bench.client import Client, ServerError
 from vllm_kimi_eagle3.bench.serve import serve
@@ -42,7 +42,7 @@ def text(words: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def server(pictures_pair: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     drafter = {"method": "eagle3", "model": str(pictures_pair["pictures_gqa"]), "num_speculative_tokens": 3}
-    arguments = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "384", "--max-num-seqs", "4"]
+    arguments = ["--dtype", DTYPE, "--enforce-eager", "--max-model-len", "384", "--max-num-seqs", "4"]
     arguments += ["--limit-mm-per-prompt", '{"vision_chunk": 2}', "--speculative-config", json.dumps(drafter)]
     choice = {"kimi_eagle3": {"layer_rule": "output", "drafter_media": "embedding"}}
     arguments += ["--additional-config", json.dumps(choice)]

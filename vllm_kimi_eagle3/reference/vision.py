@@ -105,7 +105,7 @@ class Vision:
         angle = torch.arange(frames, device=table.device)[:, None] * _THETA ** -(
             torch.arange(half, device=table.device) / half
         )
-        moments = torch.cat([angle.sin(), angle.cos()], dim=-1)
+        moments = torch.cat([angle.sin(), angle.cos()], dim=-1).to(table.dtype)
         return (places + moments[:, None]).flatten(0, 1)
 
     def _attention(self, name: str, x: Tensor, grid: Grid) -> Tensor:

@@ -255,8 +255,20 @@ def counters(*traces: SpeculationTrace) -> dict[str, list[int]]:
     }
 
 
-def served_of(round_result: dict[str, Any], requests: Sequence[Request], vision: Vision | None = None) -> list[Served]:
-    """A round's requests with what came of them, as the comparison takes them; ``vision`` embeds their pictures."""
+def served_of(
+    round_result: dict[str, Any],
+    requests: Sequence[Request],
+    vision: Vision | None = None,
+    rounded: Vision | None = None,
+) -> list[Served]:
+    """A round's requests with what came of them, as the comparison takes them.
+
+    Args:
+        round_result: as the probe wrote it.
+        requests: what was asked.
+        vision: embeds their pictures.
+        rounded: the same in the engine's dtype.
+    """
     # Only some of a round's requests may be asked for: its first ones.
     served = [
         Served(f"r{i}", round_result["prompt_ids"][i], round_result["output_ids"][i]) for i in range(len(requests))
@@ -264,6 +276,8 @@ def served_of(round_result: dict[str, Any], requests: Sequence[Request], vision:
     for one, request in zip(served, requests, strict=True):
         if len(request) == 5 and request[4] and vision is not None:
             one.media = media(vision, request[0], one.prompt_ids, request[4])
+            if rounded is not None:
+                one.rounded_media = media(rounded, request[0], one.prompt_ids, request[4])
     for call in round_result["calls"]:
         served[call["of"]].calls.append(Call(**{n: v for n, v in call.items() if n != "of"}))
     return served

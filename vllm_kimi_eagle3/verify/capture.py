@@ -65,6 +65,8 @@ class _Recorder:
     received: tuple[Tensor, Tensor] | None = None
     embeds: dict[int, Tensor] | None = None
     embedded: bool = False
+    count: int = 0
+    """Rows of the drafter's first pass (V2)."""
 
     def add(
         self,
@@ -169,6 +171,19 @@ def _received(recorder: _Recorder) -> tuple[Tensor, Tensor]:
     return recorder.received
 
 
+def _other_embeds(model: Any, ids: Tensor, rows: Tensor) -> dict[int, Tensor]:
+    """By index, those of the embeddings that a drafter is given which are not their id's."""
+    other = (rows != model.embed_input_ids(ids)).any(-1).nonzero().flatten().tolist()
+    return dict(zip(other, rows[other].detach().cpu().unbind(), strict=True))
+
+
+def _within(embeds: dict[int, Tensor] | None, span: slice) -> dict[int, Tensor] | None:
+    """One request's part of a batch's embeddings, counted from its first row."""
+    if embeds is None:
+        return None
+    return {i - span.start: row for i, row in embeds.items() if span.start <= i < span.stop}
+
+
 def _record_v1(runner: Any, recorder: _Recorder) -> None:
     drafter = recorder.owner
     propose, first_pass = drafter.propose, drafter.set_inputs_first_pass
@@ -191,9 +206,7 @@ def _record_v1(runner: Any, recorder: _Recorder) -> None:
             ids.copy_(kwargs["input_ids"][: len(ids)])
             recorder.embeds = {}
         elif rows is not None and hasattr(model, "embed_input_ids"):
-            given = rows[: len(ids)]
-            other = (given != model.embed_input_ids(ids)).any(-1).nonzero().flatten().tolist()
-            recorder.embeds = dict(zip(other, given[other].detach().cpu().unbind(), strict=True))
+            recorder.embeds = _other_embeds(model, ids, rows[: len(ids)])
 
     def recording(*args: Any, **kwargs: Any) -> Any:
         # The engine reuses its buffers and changes its metadata: copy before it runs.
@@ -205,10 +218,8 @@ def _record_v1(runner: Any, recorder: _Recorder) -> None:
         ids, positions = _received(recorder)
         for i, request in enumerate(runner.input_batch.req_ids[: len(ends)]):
             span = slice(starts[i], ends[i])
-            given = recorder.embeds
-            if given is not None:
-                given = {j - starts[i]: row for j, row in given.items() if starts[i] <= j < ends[i]}
             scheduled = int(starts[i + 1] - starts[i])
+            given = _within(recorder.embeds, span)
             recorder.add(request, rows[span], ids[span], positions[..., span], drafts[i], scheduled, given)
         recorder.step += 1
         return drafts
@@ -222,12 +233,19 @@ def _record_v1(runner: Any, recorder: _Recorder) -> None:
 def _record_v2(runner: Any, recorder: _Recorder) -> None:
     speculator = recorder.owner
     propose = speculator.propose
-    begin = getattr(speculator, "on_prefill_begin", None)
+    begin, end = (getattr(speculator, f"on_prefill_{when}", None) for when in ("begin", "end"))
 
     def on_prefill_begin(*args: Any, **kwargs: Any) -> Any:
         buffers = speculator.input_buffers
         recorder.received = buffers.input_ids.clone(), buffers.positions.clone()
         return begin(*args, **kwargs) if begin is not None else None
+
+    def on_prefill_end(*args: Any, **kwargs: Any) -> Any:
+        # The buffer that the model has just read, inside a CUDA graph too. A drafter without one embeds its ids.
+        embeds, count = getattr(speculator, "inputs_embeds", None), recorder.count
+        ids = _received(recorder)[0][:count]
+        recorder.embeds = {} if embeds is None else _other_embeds(speculator.model, ids, embeds[:count])
+        return end(*args, **kwargs) if end is not None else None
 
     def recording(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("dummy_run") or kwargs.get("is_profile"):
@@ -237,16 +255,19 @@ def _record_v2(runner: Any, recorder: _Recorder) -> None:
         rows = torch.cat(given["aux_hidden_states"], dim=-1).clone()
         starts = input_batch.query_start_loc_np.tolist()
         rejected = given["num_rejected"].tolist()
-        recorder.received = None
+        recorder.received, recorder.embeds, recorder.count = None, None, starts[-1]
         drafts = propose(input_batch, *args, **kwargs).clone()
         ids, positions = _received(recorder)
         for i in range(input_batch.num_reqs):
             span = slice(starts[i], starts[i + 1] - rejected[i])
             scheduled = int(starts[i + 1] - starts[i])
-            recorder.add(input_batch.req_ids[i], rows[span], ids[span], positions[span], drafts[i], scheduled)
+            given = _within(recorder.embeds, span)
+            recorder.add(input_batch.req_ids[i], rows[span], ids[span], positions[span], drafts[i], scheduled, given)
         recorder.step += 1
         return drafts
 
     if begin is not None:
         recorder.replace("on_prefill_begin", on_prefill_begin)
+    if end is not None:
+        recorder.replace("on_prefill_end", on_prefill_end)
     recorder.replace("propose", recording)

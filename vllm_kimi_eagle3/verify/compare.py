@@ -181,6 +181,8 @@ def compare(
     block_size: int,
     max_model_len: int,
     bar: float | None = None,
+    embedding_bar: float | None = None,
+    floor: Tensor | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Comparison:
     """Compare every recorded row, token id, position and draft with the oracle.
@@ -193,6 +195,8 @@ def compare(
         block_size: of the KV cache, in tokens; names a situation.
         max_model_len: names a situation.
         bar: replaces the one by dtype.
+        embedding_bar: the same for pictures' embeddings alone.
+        floor: what ``rounding`` found for more requests than these, where these are few.
         progress: told how many requests are compared.
     """
     boundaries = tuple(boundaries)
@@ -213,18 +217,13 @@ def compare(
             problems.append(f"{one.name}: the drafter was never given anything")
             continue
         tokens, found = _ids_and_positions(one)
-        view, embeds = oracle, dict[int, Tensor]()
-        if one.media is not None:
-            if not isinstance(oracle, CheckpointOracle):
-                raise TypeError("a prompt with pictures can be compared with a CheckpointOracle only")
-            view = oracle.about(one.media)
-            embeds = view.embeds()
-        found += _embeddings(one, embeds, BARS[dtype] if bar is None else bar)
+        view, embeds = _about(one, oracle)
+        found += _embeddings(one, embeds, embedding_bar or (BARS[dtype] if bar is None else bar))
         wrong_calls = {index for index, _ in found}
         problems += [text for _, text in found]
         want = view.features(tokens)
         rounded = view.rounded(tokens)
-        if rounded is not None:
+        if rounded is not None and floor is None:
             floors.append(_errors(rounded, want, len(boundaries)))
         expected = view.drafts(want, tokens, one.calls)
         nearby = None if rounded is None else view.drafts(rounded, tokens, one.calls)
@@ -256,7 +255,9 @@ def compare(
                     s.wrong_drafts = (s.wrong_drafts or 0) + off
     if progress is not None:
         progress(len(served))
-    floor = torch.cat(floors) if floors and not exact and bar is None else None
+    floor = torch.cat(floors) if floors else floor
+    if exact or bar is not None:
+        floor = None
     for s in situations.values():
         rows = torch.cat(by_situation[s.name])
         s.median = rows.median(0).values.tolist()
@@ -285,6 +286,33 @@ def compare(
             f" proposes other ones at {wrong['reference']} in {dtype}"
         )
     return Comparison(situations, problems[:_MOST_PROBLEMS], total, inputs_ok, rows_are, ours, noise)
+
+
+def rounding(served: Sequence[Served], oracle: Oracle, count: int) -> Tensor | None:
+    """What rounding to the engine's dtype costs the oracle on these requests.
+
+    Returns:
+        (T, count): each row's relative error in each of ``count`` boundaries; None where it is unknown.
+    """
+    found: list[Tensor] = []
+    for one in served:
+        tokens, _ = _ids_and_positions(one)
+        view, _ = _about(one, oracle)
+        rounded = view.rounded(tokens)
+        if rounded is None:
+            return None
+        found.append(_errors(rounded, view.features(tokens), count))
+    return torch.cat(found) if found else None
+
+
+def _about(one: Served, oracle: Oracle) -> tuple[Oracle, Mapping[int, Tensor]]:
+    """The oracle for one request, and what its drafter is to embed instead of tokens, by place in the prompt."""
+    if one.media is None:
+        return oracle, {}
+    if not isinstance(oracle, CheckpointOracle):
+        raise TypeError("a prompt with pictures can be compared with a CheckpointOracle only")
+    view = oracle.about(one.media, one.rounded_media)
+    return view, view.embeds()
 
 
 def _count(counts: list[list[int]], drafts: Sequence[int], expected: Sequence[int]) -> None:

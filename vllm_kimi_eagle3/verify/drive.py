@@ -36,7 +36,8 @@ class Served:
     """A request and what came of it; ``calls`` are its drafter calls, in order.
 
     With pictures, ``prompt_ids`` become the engine's, each placeholder as often as its picture has tokens, and
-    ``media`` is what stands in for them, by place in the prompt, if somebody works it out.
+    ``media`` is what stands in for them, by place in the prompt, if somebody works it out; ``rounded_media`` is that
+    worked out in the engine's dtype.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Served:
     output_ids: list[int] = field(default_factory=list[int])
     calls: list[Call] = field(default_factory=list[Call])
     media: Media | None = None
+    rounded_media: Media | None = None
 
 
 class CaptureError(RuntimeError):

@@ -75,14 +75,15 @@ class CheckpointOracle:
         self.boundaries = tuple(boundaries)
         self.drafter_media = drafter_media
         self.media: Media = {}
+        self.rounded_media: Media = {}
         self.target = Target.load(target, lazy=lazy)
         self.drafter = None if drafter is None else Drafter.load(drafter, self.target)
         self._same_dtype = None if dtype == torch.float32 else Target.load(target, dtype=dtype, lazy=lazy)
 
-    def about(self, media: Media) -> CheckpointOracle:
-        """The same oracle for one prompt with pictures, ``media`` by place in it."""
+    def about(self, media: Media, rounded: Media | None = None) -> CheckpointOracle:
+        """The same oracle for one prompt with pictures: ``media`` by place in it, ``rounded`` in the engine's dtype."""
         view = copy.copy(self)
-        view.media = media
+        view.media, view.rounded_media = media, media if rounded is None else rounded
         return view
 
     def embeds(self) -> Media:
@@ -100,9 +101,9 @@ class CheckpointOracle:
 
     def rounded(self, tokens: Sequence[int]) -> Tensor | None:
         """See ``Oracle``."""
-        return (
-            None if self._same_dtype is None else self._same_dtype.features(tokens, self.boundaries, self.media).float()
-        )
+        if self._same_dtype is None:
+            return None
+        return self._same_dtype.features(tokens, self.boundaries, self.rounded_media).float()
 
     def every(self, tokens: Sequence[int]) -> Tensor | None:
         """See ``Oracle``; as many tokens as ``EVERY_BYTES`` hold."""

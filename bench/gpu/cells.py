@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the drafter is given in each cell of runner, MLA backend, CUDA graph mode, dtype, KV dtype and scheduling.
+
+    python bench/gpu/cells.py --out RESULT.json [--runners V2 V1] [--only TEXT] [--at-once 12] [--seconds 540]
+
+Needs a CUDA vLLM, this package installed (its entry point must be found), and a GPU with 40 GB free. Each cell is an
+engine of its own that serves the situations of tests/alignment and a batch of 64; every row, id, position and draft is
+compared with the reference, and the rows once more with the boundaries one early and one late, which must be wrong. The
+cells whose name begins with "cache" start one after another in one cache directory. Nothing is timed, so engines run
+side by side. Exit code 1 when a cell is not as it should be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import re
+import statistics
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_kimi_eagle3.regression.engine import EngineFailed, Request, run_engine, served_of
+from vllm_kimi_eagle3.regression.runs import Runs, make_pair
+from vllm_kimi_eagle3.regression.settings import (
+    CHUNKED,
+    CROWD,
+    EARLY,
+    EVERYTHING,
+    LATE,
+    MAX_MODEL_LEN,
+    RIGHT,
+    SAME_TWICE,
+    TINY_CACHE,
+    TO_THE_LIMIT,
+    Setting,
+    prompt,
+)
+from vllm_kimi_eagle3.verify.compare import Comparison, compare
+
+RUNNERS = {"V1": "0", "V2": "1"}
+BACKENDS = ("FLASH_ATTN_MLA", "FLASHMLA", "TRITON_MLA")
+MODES = ("NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
+MANY: list[Request] = [(prompt(i % 40, 12 + i), 10, [], i // 8) for i in range(64)]
+"""A batch that grows to 64 requests and shrinks again."""
+ROUNDS = (*EVERYTHING, CROWD, MANY)
+FP8_BAR = 0.15
+"""Rounding the cache to e4m3 costs a few hundredths of a state; a boundary that is one off, 0.2 and more."""
+LINES = re.compile(r"attention backend|Using \w+ backend|Capturing CUDA graphs|cudagraph_mode|rimental|MLA prefill")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """An engine of the table; cells of one ``chain`` share a cache directory and start in their order."""
+
+    name: str
+    runner: str
+    setting: Setting
+    overlay: str = "on"
+    """"stock" stands between two runs with the overlay: what these leave in the cache must not reach it."""
+    chain: str = ""
+
+
+def cells(runners: list[str]) -> list[Cell]:
+    """Every cell, the quick ones last."""
+    found: list[Cell] = []
+
+    def add(name: str, runner: str, options: dict[str, Any], **change: Any) -> None:
+        more = {key: change.pop(key) for key in ("overlay", "chain") if key in change}
+        env = {"VLLM_USE_V2_MODEL_RUNNER": RUNNERS[runner], "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+        options = {"max_num_seqs": 64, **options}
+        setting = Setting("deepseek_v3", "eagle3_gqa_boundary", 3, ROUNDS, "bfloat16", options, env)
+        found.append(Cell(f"{runner}, {name}", runner, replace(setting, **change), **more))
+
+    def graphs(mode: str) -> dict[str, Any]:
+        if mode == "NONE":
+            return {}
+        sizes = [4, 8, 16, 32, 64, 128, 256]
+        return {
+            "enforce_eager": False,
+            "compilation_config": {"cudagraph_mode": mode, "cudagraph_capture_sizes": sizes},
+        }
+
+    full = graphs("FULL_AND_PIECEWISE")
+    for runner in runners:
+        for name, overlay in (("cold", "on"), ("warm", "on"), ("off", "stock"), ("on again", "on")):
+            # The nested ids that stock reads one early (D7, V1) or not at all (D6, V2).
+            options = {**full, "additional_config": {"kimi_eagle3": {"layer_rule": "output"}}}
+            add(
+                f"cache, {name}",
+                runner,
+                options if overlay == "on" else full,
+                drafter="eagle3_gqa_nested",
+                overlay=overlay,
+                chain=runner,
+            )
+    for runner in runners:
+        for backend in BACKENDS:
+            forced = {"attention_config": {"backend": backend}}
+            for mode in reversed(MODES):
+                add(f"{backend}, {mode}", runner, {**forced, **graphs(mode)})
+            add(f"{backend}, float16", runner, {**forced, **full}, dtype="float16")
+            add(f"{backend}, MLA drafter", runner, {**forced, **full}, drafter="eagle3_mla_boundary")
+            add(f"{backend}, scheduled synchronously", runner, {**forced, **full, "async_scheduling": False})
+            if backend != "FLASH_ATTN_MLA":  # it has no fp8 kernel for Hopper
+                add(f"{backend}, KV in fp8", runner, {**forced, **full, "kv_cache_dtype": "fp8"})
+            block = {"block_size": 64} if backend == "FLASHMLA" else {}  # all that it takes
+            rounds = (CROWD, SAME_TWICE, SAME_TWICE, TO_THE_LIMIT)
+            chunked = {**forced, **CHUNKED, "max_num_seqs": 8, **block}
+            add(f"{backend}, chunked prefill and prefix cache", runner, chunked, k=1, rounds=rounds)
+            pool = {"num_gpu_blocks_override": 8, **block} if block else TINY_CACHE
+            tiny = {**forced, **full, **pool, "max_num_seqs": 8}
+            add(f"{backend}, tiny cache", runner, tiny, k=5, rounds=(CROWD, TO_THE_LIMIT))
+    return found
+
+
+def median(comparison: Comparison) -> float:
+    """Of all cells of rows and boundaries, the median relative error."""
+    return statistics.median(e for s in comparison.situations.values() for row in s.cells.values() for e in row)
+
+
+def measure(cell: Cell, runs: Runs, cache: Path | None) -> dict[str, Any]:
+    """Run one cell; an engine that fails is a result too."""
+    s = cell.setting
+    started = time.monotonic()
+    result: dict[str, Any] = {"cell": cell.name, "overlay": cell.overlay, "ok": False}
+    try:
+        options: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "dtype": s.dtype, "overlay": cell.overlay}
+        pair, rounds = runs.pair, list(s.rounds)
+        run = run_engine(
+            pair[s.target], rounds, drafter=pair[s.drafter], k=s.k, env=s.env, cache=cache, **options, **s.options
+        )
+    except EngineFailed as failed:
+        result |= {"error": failed.reason, "log": str(failed)[-8000:]}
+    else:
+        captured = run.result["captured"]
+        result |= {"runner": run.result["runner"], "captured": captured, "block_size": run.result["block_size"]}
+        result["lines"] = sorted({line.partition("] ")[2][:160] for line in run.log.splitlines() if LINES.search(line)})
+        counters = [r["counters"] for r in run.result["rounds"]]
+        accepted, drafted = (sum(c[f"num_{w}_tokens"][0] for c in counters) for w in ("accepted", "draft"))
+        result["acceptance_rate"] = accepted / drafted
+        served = [x for i, r in enumerate(run.result["rounds"]) for x in served_of(r, s.requests(i))]
+        fp8 = "fp8" in str(s.options.get("kv_cache_dtype", ""))
+        kind = s.drafter.split("_")[1]
+
+        def against(boundaries: tuple[int, ...]) -> Comparison:
+            return compare(
+                served,
+                runs.oracle(kind, boundaries, s.dtype),
+                boundaries,
+                dtype=s.dtype,
+                block_size=run.result["block_size"],
+                max_model_len=MAX_MODEL_LEN,
+                bar=FP8_BAR if fp8 else None,
+            )
+
+        if cell.overlay != "on":
+            result |= {"ok": captured != list(RIGHT)}
+        else:
+            right, early, late = (against(b) for b in (RIGHT, EARLY, LATE))
+            result |= {
+                "rows": right.rows,
+                "situations": len(right.situations),
+                "largest_error": right.max_relative_error,
+                "median_error": median(right),
+                "median_error_one_early": median(early),
+                "median_error_one_late": median(late),
+                "problems": right.problems[:4],
+                "not_right": {n: str(x.to_json())[:400] for n, x in right.situations.items() if not x.ok},
+                "ok": right.ok and not early.inputs_ok and not late.inputs_ok and captured == list(RIGHT),
+            }
+    result["seconds"] = round(time.monotonic() - started, 1)
+    return result
+
+
+def main() -> int:
+    """Run the cells and write the results after each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="where the results go (JSON)")
+    parser.add_argument("--runners", nargs="+", default=["V2", "V1"], choices=list(RUNNERS))
+    parser.add_argument("--only", default="", metavar="REGEX", help="only the cells whose name it finds")
+    parser.add_argument("--at-once", type=int, default=12, help="engines that run at the same time")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no further cell after this time")
+    options = parser.parse_args()
+    started = time.monotonic()
+    torch.set_num_threads(2)
+    chosen = [cell for cell in cells(options.runners) if re.search(options.only, cell.name)]
+    groups: dict[str, list[Cell]] = {}
+    for cell in chosen:
+        groups.setdefault(cell.chain or cell.name, []).append(cell)
+    report: dict[str, Any] = {
+        "not_run": [cell.name for cell in chosen],
+        "date": datetime.date.today().isoformat(),
+        "hardware": torch.cuda.get_device_name(),
+        "vllm": importlib.metadata.version("vllm"),
+        "torch": torch.__version__,
+        "command": "python bench/gpu/cells.py --out RESULT.json",
+    }
+    results: dict[str, dict[str, Any]] = {}
+
+    def play(group: list[Cell], folder: Path, runs: Runs) -> list[dict[str, Any]]:
+        cache = folder / f"cache-{group[0].chain}" if group[0].chain else None
+        made = list[dict[str, Any]]()
+        for cell in group:
+            if time.monotonic() - started < options.seconds:
+                made.append(measure(cell, runs, cache))
+        return made
+
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(options.at_once) as pool:
+        folder = Path(name)
+        runs = Runs(make_pair(folder, wide=True), {})
+        # The reference's runs are shared by all, so they are made before anybody waits for them.
+        for kind, dtype in (("gqa", "bfloat16"), ("gqa", "float16"), ("mla", "bfloat16")):
+            for boundaries in (RIGHT, EARLY, LATE):
+                runs.oracle(kind, boundaries, dtype)
+        for done in as_completed([pool.submit(play, group, folder, runs) for group in groups.values()]):
+            for result in done.result():
+                results[result["cell"]] = result
+                if "log" in result:
+                    with options.out.with_suffix(".log").open("a") as log:
+                        log.write(f"==== {result['cell']}\n{result.pop('log')}\n")
+                said = result.get("error") or f"{result.get('median_error', float('nan')):.2g}"
+                print(
+                    f"{'ok ' if result['ok'] else 'NOT'} {result['cell']}: {said[:200]} ({result['seconds']} s)",
+                    flush=True,
+                )
+            report["results"] = [results[cell.name] for cell in chosen if cell.name in results]
+            report["not_run"] = [cell.name for cell in chosen if cell.name not in results]
+            options.out.write_text(json.dumps(report, indent=1))
+    return int(bool(report["not_run"]) or not all(r["ok"] for r in results.values()))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor, expert, data and pipeline parallel on two GPUs: every rank is given what one GPU gives, or it is refused.
+
+    python bench/gpu/two_gpus.py --out RESULT.json [--at-once 4] [--seconds 540]
+
+Needs a CUDA vLLM, this package installed (its entry point must be found), and two GPUs. Most cases are the command
+``verify``: every row of rank 0, and the norm of every row of rank 1, against the reference. Data parallel runs behind
+``vllm serve``: acceptance and greedy text of both engines against one's. Nothing is timed. Exit code 1 when a case is
+not as it should be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_kimi_eagle3.bench.client import Answer, Client, ServerError
+from vllm_kimi_eagle3.bench.serve import serve
+from vllm_kimi_eagle3.regression.runs import make_pair
+from vllm_kimi_eagle3.regression.settings import RIGHT
+from vllm_kimi_eagle3.tiny_kimi import held_out_prompts
+
+RUNNERS = {"V1": "0", "V2": "1"}
+RULE = json.dumps({"kimi_eagle3": {"layer_rule": "output"}})
+COMMON = ["--dtype", "bfloat16", "--max-model-len", "256", "--max-num-seqs", "8", "--additional-config", RULE]
+SMALL = ["--gpu-memory-utilization", "0.06", "--kv-cache-memory-bytes", str(1 << 30)]
+TP, EP = ["--tensor-parallel-size", "2"], ["--enable-expert-parallel"]
+EAGER = ["--enforce-eager"]
+GQA, MLA = "eagle3_gqa_nested", "eagle3_mla_nested"
+
+# name: (runner, target, drafter, further arguments)
+VERIFIED: dict[str, tuple[str, str, str, list[str]]] = {
+    f"{runner}, {name}": (runner, target, drafter, arguments)
+    for runner in RUNNERS
+    for name, target, drafter, arguments in (
+        ("one GPU", "kimi_k25", GQA, EAGER),
+        ("TP 2", "kimi_k25", GQA, [*TP, *EAGER]),
+        ("TP 2, compiled with graphs", "deepseek_v3", GQA, TP),
+        ("TP 2, MLA drafter", "deepseek_v3", MLA, [*TP, *EAGER]),
+        ("TP 2, drafter on one rank", "deepseek_v3", GQA, [*TP, *EAGER, "draft"]),
+        ("TP 2, experts parallel", "kimi_k25", GQA, [*TP, *EP, *EAGER]),
+        ("PP 2", "deepseek_v3", GQA, ["--pipeline-parallel-size", "2", *EAGER]),
+    )
+}
+SERVED: dict[str, tuple[str, list[str]]] = {
+    f"{runner}, {name}": (runner, arguments)
+    for runner in RUNNERS
+    for name, arguments in (
+        ("served by one", []),
+        ("DP 2", ["--data-parallel-size", "2"]),
+        ("DP 2, experts parallel", ["--data-parallel-size", "2", *EP]),
+    )
+}
+
+
+def environment(runner: str, cache: Path) -> dict[str, str]:
+    """What an engine of the campaign runs with."""
+    return {
+        "VLLM_USE_V2_MODEL_RUNNER": RUNNERS[runner],
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_CACHE_ROOT": str(cache),
+        "VLLM_KIMI_EAGLE3": "on",
+    }
+
+
+def verified(name: str, pair: dict[str, Path], folder: Path) -> dict[str, Any]:
+    """One case of ``verify``."""
+    runner, target, drafter, arguments = VERIFIED[name]
+    command = [sys.executable, "-m", "vllm_kimi_eagle3.cli", "verify", "--json", "--reference", "hf"]
+    command += ["--target", str(pair[target]), "--drafter", str(pair[drafter]), "--prompts", str(folder / "prompts")]
+    if "draft" in arguments:
+        drafted = {"method": "eagle3", "model": str(pair[drafter]), "num_speculative_tokens": 3}
+        arguments = [a for a in arguments if a != "draft"]
+        arguments += ["--speculative-config", json.dumps(drafted | {"draft_tensor_parallel_size": 1})]
+    env = {**os.environ, **environment(runner, folder / f"cache {name}")}
+    command += [*COMMON, *SMALL, *arguments]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=folder, timeout=400)
+    result: dict[str, Any] = {"exit_code": done.returncode, "log": done.stderr[-6000:]}
+    if done.stdout.strip():
+        found = json.loads(done.stdout)
+        keys = ("ok", "rows", "max_relative_error", "captured", "ranks", "runner", "problems")
+        result |= {key: found.get(key) for key in keys}
+        result["situations"] = len(found["situations"])
+    else:
+        result["said"] = (done.stderr.strip().splitlines() or [""])[-1][-600:]
+    refused = "PP 2" in name
+    result["ok"] = done.returncode == 2 and "pipeline" in result.get("said", "") if refused else result.get("ok", False)
+    return result
+
+
+def served(name: str, pair: dict[str, Path], folder: Path) -> dict[str, Any]:
+    """One server: its acceptance over the held-out prompts, and what it said."""
+    runner, arguments = SERVED[name]
+    drafter = {"method": "eagle3", "model": str(pair[GQA]), "num_speculative_tokens": 3}
+    arguments = [*COMMON, *SMALL, *EAGER, "--speculative-config", json.dumps(drafter), *arguments]
+    log = folder / f"log {name}"
+    result: dict[str, Any] = {}
+    try:
+        with serve(
+            str(pair["deepseek_v3"]), arguments, log, environment=environment(runner, folder / f"cache {name}")
+        ) as url:
+            client = Client(url, timeout=120)
+            prompts = [bytes(p).decode() for p in held_out_prompts()]
+
+            def ask(text: str) -> Answer:
+                return client.complete(text[-120:], 64)
+
+            with ThreadPoolExecutor(8) as pool:
+                answers = list(pool.map(ask, prompts))
+            counters = client.counters()
+            result |= {"acceptance_rate": counters.accepted / counters.drafted, "drafted": counters.drafted}
+            result["text"] = [a.token_ids for a in answers]
+    except ServerError as error:
+        result["error"] = str(error)[-600:]
+    lines = log.read_text(errors="replace").splitlines()
+    wanted = str(RIGHT)
+    said = {line.partition(")")[0].lstrip("(") for line in lines if f"boundaries {wanted}" in line}
+    result |= {"boundaries_said_by": sorted(said), "log": "\n".join(lines)[-6000:]}
+    result["ok"] = "error" not in result and bool(said)
+    return result
+
+
+def main() -> int:
+    """Run the cases and write the results after each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="where the results go (JSON)")
+    parser.add_argument("--at-once", type=int, default=4, help="cases that run at the same time")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no further case after this time")
+    options = parser.parse_args()
+    started = time.monotonic()
+    names = [*SERVED, *VERIFIED]
+    report: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "hardware": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}",
+        "vllm": importlib.metadata.version("vllm"),
+        "torch": torch.__version__,
+        "command": "python bench/gpu/two_gpus.py --out RESULT.json",
+    }
+    results: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(options.at_once) as pool:
+        folder = Path(name)
+        pair = make_pair(folder, wide=True)
+        (folder / "prompts").write_text(json.dumps([bytes(p).decode() for p in held_out_prompts()[::4]]))
+
+        def case(name: str) -> dict[str, Any] | None:
+            if time.monotonic() - started > options.seconds:
+                return None
+            began = time.monotonic()
+            try:
+                result = (served if name in SERVED else verified)(name, pair, folder)
+            except subprocess.TimeoutExpired:
+                result = {"ok": False, "error": "did not end within 400 s"}
+            return {"case": name, **result, "seconds": round(time.monotonic() - began, 1)}
+
+        running = {pool.submit(case, name): name for name in names}
+        for done in as_completed(running):
+            result = done.result()
+            if result is None:
+                continue
+            results[result["case"]] = result
+            log = result.pop("log", "")
+            if not result["ok"]:
+                with options.out.with_suffix(".log").open("a") as file:
+                    file.write(f"==== {result['case']}\n{log}\n")
+            short = {k: v for k, v in result.items() if k not in ("case", "text", "ok")}
+            print(f"{'ok ' if result['ok'] else 'NOT'} {result['case']}: {str(short)[:400]}", flush=True)
+            compared(results)
+            ordered = [results[n] for n in names if n in results]
+            report["results"] = [{k: v for k, v in r.items() if k != "text"} for r in ordered]
+            report["not_run"] = [n for n in names if n not in results]
+            options.out.write_text(json.dumps(report, indent=1))
+    return int(bool(report["not_run"]) or not all(r["ok"] for r in results.values()))
+
+
+def compared(results: dict[str, dict[str, Any]]) -> None:
+    """Hold each server to the one with one engine: within two points, and no more than near-ties of other tokens."""
+    for name, result in results.items():
+        one = results.get(f"{name[:2]}, served by one", {})
+        if "text" not in result or "text" not in one:
+            continue
+        pairs = [(a, b) for x, y in zip(one["text"], result["text"], strict=True) for a, b in zip(x, y, strict=False)]
+        result["tokens_equal_to_one"] = sum(a == b for a, b in pairs) / len(pairs)
+        away = abs(result["acceptance_rate"] - one["acceptance_rate"])
+        engines = 2 if "DP 2" in name else 1
+        result["ok"] = away < 0.02 and len([s for s in result["boundaries_said_by"] if "EngineCore" in s]) == engines
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
