@@ -166,29 +166,14 @@ def rows_builder(base: Any) -> Any:
             finally:
                 self.reorder_batch_threshold = tokens
 
-        def _build_decode(
-            self,
-            block_table_tensor: torch.Tensor,
-            seq_lens_device: torch.Tensor,
-            max_seq_len: int,
-            query_start_loc_cpu: torch.Tensor,
-            query_start_loc_device: torch.Tensor,
-            num_decode_tokens: int,
-            dcp_tot_seq_lens_device: torch.Tensor | None,
-        ) -> Any:
-            if self._as_rows and int((query_start_loc_cpu[1:] - query_start_loc_cpu[:-1]).max()) > 1:
-                extents, blocks = self._rows(num_decode_tokens, seq_lens_device, block_table_tensor)
-                write_decode_rows(query_start_loc_device, seq_lens_device, block_table_tensor, extents, blocks)
-                seq_lens_device, block_table_tensor = extents, blocks
-            return super()._build_decode(
-                block_table_tensor=block_table_tensor,
-                seq_lens_device=seq_lens_device,
-                max_seq_len=max_seq_len,
-                query_start_loc_cpu=query_start_loc_cpu,
-                query_start_loc_device=query_start_loc_device,
-                num_decode_tokens=num_decode_tokens,
-                dcp_tot_seq_lens_device=dcp_tot_seq_lens_device,
-            )
+        def _build_decode(self, **decode: Any) -> Any:
+            start = decode["query_start_loc_cpu"]
+            if self._as_rows and int((start[1:] - start[:-1]).max()) > 1:
+                lengths, table = decode["seq_lens_device"], decode["block_table_tensor"]
+                extents, blocks = self._rows(decode["num_decode_tokens"], lengths, table)
+                write_decode_rows(decode["query_start_loc_device"], lengths, table, extents, blocks)
+                decode |= {"seq_lens_device": extents, "block_table_tensor": blocks}
+            return super()._build_decode(**decode)
 
         def _rows(self, rows: int, seq_lens: torch.Tensor, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             """Where the rows go: the same memory at every step for what a graph may replay, fresh memory otherwise."""
