@@ -32,6 +32,7 @@ from vllm_kimi_eagle3.fixes import (
     nested_layer_ids,
     shared_lm_head,
     target_whitelist,
+    triton_mla_decode,
     use_aux_flag,
 )
 from vllm_kimi_eagle3.patching.spec import Fix
@@ -58,6 +59,7 @@ FIXES: tuple[Fix, ...] = (
     embeddings.FIX,
     drafter_media.FIX,
     drafter_rope.FIX,
+    triton_mla_decode.FIX,
     cpu_kernel_rebinding.FIX,
     cpu_rotary_embedding.FIX,
     cpu_attention_block_size.FIX,
@@ -66,16 +68,14 @@ FIXES: tuple[Fix, ...] = (
 )
 
 ELSEWHERE: dict[str, str] = {
+    "D9": "mended with D19 (fixes/triton_mla_decode.py): what TRITON_MLA declares from 0.22.0 to 0.25.1 becomes true, and"
+    " is taken back where it does not",
     "D14": "refused when the layers are resolved (layers/resolve.py): duplicates, range, order, pipeline stages",
     "D20": "checked when the layers are resolved (layers/resolve.py), and written as num_aux_hidden_states",
 }
-"""Defects that are met without touching vLLM."""
+"""Defects that have no fix of their own."""
 
 UNDONE: dict[str, str] = {
-    "D9": "0.22.0 to 0.25.1 with TRITON_MLA, seen at CUDA-graph capture only: needs a GPU to prove a remedy; until"
-    " then start with cudagraph_mode PIECEWISE",
-    "D19": "TRITON_MLA up to 0.30 verifies by its prefill path: slow, not wrong, and a matter of kernels and CUDA"
-    " graphs that needs a GPU to prove",
     "D24": "V1 does not run the drafter for a batch in which one request is within k tokens of its longest length: the"
     " other requests lose those rows for good; text is right, and V2 has no such rule",
     "C4": "chunked prefill and prefix caching are off with MLA on CPU by a rule of the platform: a limit, not a fault",
