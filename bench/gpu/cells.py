@@ -53,7 +53,7 @@ MANY: list[Request] = [(prompt(i % 40, 12 + i), 10, [], i // 8) for i in range(6
 ROUNDS = (*EVERYTHING, CROWD, MANY)
 FP8_BAR = 0.15
 """Rounding the cache to e4m3 costs a few hundredths of a state; a boundary that is one off, 0.2 and more."""
-LINES = re.compile(r"attention backend|Using \w+ backend|Capturing CUDA graphs|cudagraph_mode|rimental|MLA prefill")
+LINES = re.compile(r"Using .*backend|Capturing CUDA graphs|Using V2 Model Runner")
 
 
 @dataclass(frozen=True)

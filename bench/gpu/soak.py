@@ -29,6 +29,7 @@ from typing import Any
 
 import psutil
 import torch
+from vllm.third_party import pynvml
 
 from vllm_kimi_eagle3.bench.client import Client, ServerError
 from vllm_kimi_eagle3.bench.serve import serve
@@ -101,16 +102,19 @@ class Traffic:
 
 
 def memory() -> dict[str, float]:
-    """MiB of the server's processes, and of this GPU in use by anybody."""
-    processes = psutil.Process().children(recursive=True)
-    resident = 0
-    for process in processes:
+    """MiB of the server's processes, in the host and on its GPU, where others may be at work."""
+    resident, own = 0, set[int]()
+    for process in psutil.Process().children(recursive=True):
         try:
             resident += process.memory_full_info().uss
+            own.add(process.pid)
         except psutil.Error:
             continue
-    free, total = torch.cuda.mem_get_info()
-    return {"host_mib": resident / 2**20, "gpu_mib": (total - free) / 2**20}
+    pynvml.nvmlInit()
+    devices = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+    running = [p for device in devices for p in pynvml.nvmlDeviceGetComputeRunningProcesses(device)]
+    used = sum(p.usedGpuMemory or 0 for p in running if p.pid in own)
+    return {"host_mib": resident / 2**20, "gpu_mib": used / 2**20}
 
 
 def greedy(url: str, prompts: list[str]) -> list[tuple[int, ...]]:
@@ -184,7 +188,7 @@ def verdict(
 
     def growth(key: str) -> float:
         early, late = (statistics.median(look[key] for look in part) for part in parts)
-        return late / early - 1
+        return late / early - 1 if early else 0.0
 
     def same(one: list[Any]) -> float:
         pairs = [(a, b) for x, y in zip(plain, one, strict=True) for a, b in zip(x, y, strict=False)]
