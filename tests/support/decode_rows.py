@@ -195,6 +195,18 @@ def stock_builder() -> Any:
     return own if own.query_len_support is QueryLenSupport.SINGLE_ONLY else MLACommonMetadataBuilder
 
 
+def construct(cls: Any, config: Any, group: Any, device: str = "cpu") -> Any:
+    """A builder as a runner makes it."""
+    from vllm.config import vllm as current
+
+    before = current._current_vllm_config
+    current._current_vllm_config = config  # older releases look there for the kind of prefill
+    try:
+        return cls(group, ["layer"], config, torch.device(device))
+    finally:
+        current._current_vllm_config = before
+
+
 def make_builder(config: Any, group: Any = None, device: str = "cpu") -> Any:
     """The mended builder of the installed release."""
-    return rows_builder(stock_builder())(group or spec(), ["layer"], config, torch.device(device))
+    return construct(rows_builder(stock_builder()), config, group or spec(), device)
