@@ -94,7 +94,7 @@ def exact(batch: Batch, scale: float, later: int = 0) -> torch.Tensor:
 def row_by_row(
     q: torch.Tensor, cache: torch.Tensor, blocks: torch.Tensor, extents: torch.Tensor, scale: float, latent: int
 ) -> torch.Tensor:
-    """What a decode kernel does: each row of ``q`` over ``extents`` positions of its own block table; in ``q``'s type."""
+    """What a decode kernel does, in ``q``'s type: each row over ``extents`` positions of its own block table."""
     found = torch.full((*q.shape[:2], latent), float("nan"), dtype=q.dtype, device=q.device)
     for row, extent in enumerate(extents.tolist()):
         positions = torch.arange(extent, device=q.device)

@@ -211,9 +211,7 @@ def reserve(builder: Any, rows: int) -> None:
 
     if not is_workspace_manager_initialized():
         return
-    splits = triton_mla._compute_num_kv_splits(
-        builder.model_config.max_model_len, current_platform.num_compute_units()
-    )
+    splits = triton_mla._compute_num_kv_splits(builder.model_config.max_model_len, current_platform.num_compute_units())
     shape = (rows, builder.num_heads, splits, builder.mla_dims.kv_lora_rank + 1)
     current_workspace_manager().get_simultaneous((shape, torch.float32))
 
