@@ -1080,7 +1080,7 @@ class TritonMLARowsMetadataBuilder({base}):
     def get_cudagraph_support(cls, vllm_config, kv_cache_spec) -> AttentionCGSupport:
         if _serves_rows(vllm_config, kv_cache_spec):
             return AttentionCGSupport.UNIFORM_BATCH
-        support = {plain_base}.get_cudagraph_support(vllm_config, kv_cache_spec)
+        support = super().get_cudagraph_support(vllm_config, kv_cache_spec)
         if support is AttentionCGSupport.UNIFORM_BATCH and not getattr(
             kv_cache_spec, "non_causal_multi_token_decode", False
         ):
@@ -1090,7 +1090,7 @@ class TritonMLARowsMetadataBuilder({base}):
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
         if _serves_rows(vllm_config, kv_cache_spec):
             self.query_len_support = QueryLenSupport.VARLEN
-        self._row_buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._row_buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {{}}
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
     @property
@@ -1185,8 +1185,7 @@ _ROWS_TAIL = """\
 def _rows_class(own_builder: bool, reserves: bool) -> str:
     """The functions and the builder, over TRITON_MLA's own or the common one."""
     base = "TritonMLAMetadataBuilder" if own_builder else "MLACommonMetadataBuilder"
-    head = _ROWS_HEAD.replace("{base}", base if own_builder else f"{base}[MLACommonMetadata]")
-    head = head.replace("{plain_base}", base)
+    head = _ROWS_HEAD.format(base=base if own_builder else f"{base}[MLACommonMetadata]")
     return _ROWS_FUNCTIONS + head + (_ROWS_RESERVE if reserves else "") + _ROWS_TAIL
 
 
@@ -1206,8 +1205,8 @@ ROWS = Recipe(
     label="D19 triton-mla-decode",
     file="triton-mla-decode",
     title="verify draft tokens as rows of decode on TRITON_MLA",
-    description="The kernel runs one program a row of q. A request's tokens become rows with an extent and a block table"
-    " each, written once a step into buffers that captured graphs read again; uniform batches of them may be captured."
+    description="The kernel runs one program a row of q. A request's tokens become rows with an extent and a block"
+    " table each, written once a step into buffers that captured graphs read again; uniform batches may be captured."
     " Context parallelism, non-causal blocks and servers without speculation are left as they are.",
     places=(
         Place(

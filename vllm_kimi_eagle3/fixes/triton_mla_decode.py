@@ -125,7 +125,7 @@ def rows_builder(base: Any) -> Any:
             """What the base says where its own path is taken, except that it must not promise what it cannot do."""
             if serves_rows(vllm_config, kv_cache_spec):
                 return AttentionCGSupport.UNIFORM_BATCH
-            said = base.get_cudagraph_support(vllm_config, kv_cache_spec)
+            said = super().get_cudagraph_support(vllm_config, kv_cache_spec)
             promised = said is AttentionCGSupport.UNIFORM_BATCH
             if promised and not getattr(kv_cache_spec, "non_causal_multi_token_decode", False):
                 return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE  # D9
