@@ -29,8 +29,8 @@ from vllm_kimi_eagle3.source_patches.diff import Conflict, lines_of, parse
 
 ROOT = Path(__file__).parents[1] / "patches"
 AUTHOR = "vllm-kimi-eagle3 maintainers <maintainers@vllm-kimi-eagle3.invalid>"
-UPDATED = "2026-11-29"
-DATE = "Sun, 29 Nov 2026 00:00:00 +0000"
+UPDATED = "2026-11-30"
+DATE = "Mon, 30 Nov 2026 00:00:00 +0000"
 _BY_LABEL = {fix.label: fix for fix in FIXES}
 
 

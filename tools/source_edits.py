@@ -998,6 +998,261 @@ DISPATCHERS = Recipe(
     ),
 )
 
+# ---------------------------------------------------------------------------------------------------------------------
+# D19, D9: TRITON_MLA
+
+TRITON = "vllm.v1.attention.backends.mla.triton_mla"
+_TRITON_BACKEND = f"{TRITON}:TritonMLABackend"
+_TRITON_BUILDER = f"{TRITON}:TritonMLAMetadataBuilder"
+_ROWS_FUNCTIONS = """\
+# Rows of decode that take the decode path whatever max_num_seqs is: vLLM's largest
+# CUDA graph by default.
+_MIN_DECODE_ROWS = 512
+
+
+def _serves_rows(vllm_config, kv_cache_spec) -> bool:
+    # Whether multi-token decode is expressed as rows for this group of layers.
+    parallel_config = vllm_config.parallel_config
+    return (
+        vllm_config.speculative_config is not None
+        and parallel_config.decode_context_parallel_size == 1
+        and getattr(parallel_config, "prefill_context_parallel_size", 1) == 1
+        and not getattr(kv_cache_spec, "non_causal_multi_token_decode", False)
+    )
+
+
+def _graph_rows(vllm_config, query_len: int) -> int:
+    # The most rows that a CUDA graph may have; 0 without graphs.
+    sizes = vllm_config.compilation_config.cudagraph_capture_sizes
+    largest = max(sizes or [0])
+    return -(-largest // query_len) * query_len
+
+
+def _most_rows(vllm_config, query_len: int) -> int:
+    # The kernel's scratch memory is proportional to this, so a larger batch takes the
+    # prefill path.
+    max_num_seqs = vllm_config.scheduler_config.max_num_seqs
+    return min(
+        max_num_seqs * query_len,
+        max(max_num_seqs, _MIN_DECODE_ROWS, _graph_rows(vllm_config, query_len)),
+    )
+
+
+def _num_decode_rows(common_attn_metadata, query_len: int) -> int:
+    if common_attn_metadata.max_query_len <= query_len:
+        return common_attn_metadata.num_actual_tokens
+    query_start_loc = common_attn_metadata.query_start_loc_cpu
+    query_lens = query_start_loc[1:] - query_start_loc[:-1]
+    return int(query_lens[query_lens <= query_len].sum())
+
+
+def _write_decode_rows(
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    row_seq_lens: torch.Tensor,
+    row_block_table: torch.Tensor,
+) -> None:
+    # Each query row's own extent and block table, without a copy to the host. Rows of
+    # graph padding see the first position of the first request: an extent of 0 would
+    # give NaN.
+    rows = torch.arange(
+        row_seq_lens.shape[0],
+        dtype=query_start_loc.dtype,
+        device=query_start_loc.device,
+    )
+    ends = query_start_loc[1:]
+    request = torch.searchsorted(ends, rows, right=True)
+    real = request < ends.shape[0]
+    request = torch.where(real, request, 0)
+    length = seq_lens.index_select(0, request)
+    own = length - (ends.index_select(0, request) - 1 - rows)
+    row_seq_lens.copy_(torch.where(real, own, length.clamp(max=1)).clamp(min=0))
+    torch.index_select(block_table, 0, request, out=row_block_table)
+
+
+"""
+_ROWS_HEAD = '''\
+class TritonMLARowsMetadataBuilder({base}):
+    """Several query tokens a request as rows of decode, in buffers of fixed address."""
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config, kv_cache_spec) -> AttentionCGSupport:
+        if _serves_rows(vllm_config, kv_cache_spec):
+            return AttentionCGSupport.UNIFORM_BATCH
+        support = super().get_cudagraph_support(vllm_config, kv_cache_spec)
+        if support is AttentionCGSupport.UNIFORM_BATCH and not getattr(
+            kv_cache_spec, "non_causal_multi_token_decode", False
+        ):
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        return support
+
+    def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
+        if _serves_rows(vllm_config, kv_cache_spec):
+            self.query_len_support = QueryLenSupport.VARLEN
+        self._row_buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {{}}
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    @property
+    def _as_rows(self) -> bool:
+        return self.query_len_support is QueryLenSupport.VARLEN
+
+'''
+_ROWS_RESERVE = """\
+    def _reserve_attn_logits_workspace(self) -> None:
+        super()._reserve_attn_logits_workspace()
+        if not self._as_rows or not is_workspace_manager_initialized():
+            return
+        rows = _most_rows(self.vllm_config, self.reorder_batch_threshold)
+        max_splits = _compute_num_kv_splits(
+            self.model_config.max_model_len,
+            current_platform.num_compute_units(),
+        )
+        lse_dim = self.mla_dims.kv_lora_rank + 1
+        current_workspace_manager().get_simultaneous(
+            ((rows, self.num_heads, max_splits, lse_dim), torch.float32),
+        )
+
+"""
+_ROWS_TAIL = """\
+    def build_for_cudagraph_capture(self, common_attn_metadata):
+        query_len = self.reorder_batch_threshold
+        rows = common_attn_metadata.num_actual_tokens
+        held = _graph_rows(self.vllm_config, query_len)
+        if self._as_rows and common_attn_metadata.max_query_len > 1 and rows > held:
+            raise RuntimeError(
+                f"a CUDA graph of {rows} query tokens is to be captured, and "
+                f"TRITON_MLA's buffers hold {held}: its replays would read stale "
+                "memory; name that size in cudagraph_capture_sizes"
+            )
+        return super().build_for_cudagraph_capture(common_attn_metadata)
+
+    def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+        query_len = self.reorder_batch_threshold
+        if not self._as_rows or _num_decode_rows(
+            common_attn_metadata, query_len
+        ) <= _most_rows(self.vllm_config, query_len):
+            return super().build(common_prefix_len, common_attn_metadata, fast_build)
+        self.reorder_batch_threshold = 1
+        try:
+            return super().build(common_prefix_len, common_attn_metadata, fast_build)
+        finally:
+            self.reorder_batch_threshold = query_len
+
+    def _build_decode(self, **decode):
+        start = decode["query_start_loc_cpu"]
+        # Draft steps raise the lengths of single tokens in place.
+        if self._as_rows and int((start[1:] - start[:-1]).max()) > 1:
+            seq_lens = decode["seq_lens_device"]
+            block_table = decode["block_table_tensor"]
+            row_seq_lens, row_block_table = self._rows(
+                decode["num_decode_tokens"], seq_lens, block_table
+            )
+            _write_decode_rows(
+                decode["query_start_loc_device"],
+                seq_lens,
+                block_table,
+                row_seq_lens,
+                row_block_table,
+            )
+            decode["seq_lens_device"] = row_seq_lens
+            decode["block_table_tensor"] = row_block_table
+        return super()._build_decode(**decode)
+
+    def _rows(
+        self, rows: int, seq_lens: torch.Tensor, block_table: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # What a graph may replay has to lie in the same memory at every step.
+        width = block_table.shape[1]
+        held = _graph_rows(self.vllm_config, self.reorder_batch_threshold)
+        if rows > held:
+            return seq_lens.new_empty(rows), block_table.new_empty(rows, width)
+        if width not in self._row_buffers:
+            with torch.inference_mode(False):
+                self._row_buffers[width] = (
+                    torch.zeros(held, dtype=seq_lens.dtype, device=seq_lens.device),
+                    torch.zeros(
+                        held, width, dtype=block_table.dtype, device=block_table.device
+                    ),
+                )
+        row_seq_lens, row_block_table = self._row_buffers[width]
+        return row_seq_lens[:rows], row_block_table[:rows]
+
+
+"""
+
+
+def _rows_class(own_builder: bool, reserves: bool) -> str:
+    """The functions and the builder, over TRITON_MLA's own or the common one."""
+    base = "TritonMLAMetadataBuilder" if own_builder else "MLACommonMetadataBuilder"
+    head = _ROWS_HEAD.format(base=base if own_builder else f"{base}[MLACommonMetadata]")
+    return _ROWS_FUNCTIONS + head + (_ROWS_RESERVE if reserves else "") + _ROWS_TAIL
+
+
+def _reserves(tree: SourceTree) -> bool:
+    return tree.has(f"{_TRITON_BUILDER}._reserve_attn_logits_workspace")
+
+
+_NEW_BUILDER = """\
+    @staticmethod
+    def get_builder_cls() -> type["TritonMLARowsMetadataBuilder"]:
+        return TritonMLARowsMetadataBuilder
+
+"""
+_COMMON_IMPORT = "    MLACommonMetadata,\n"
+_OWN_IMPORT = "    MLACommonMetadataBuilder,\n)\n"
+ROWS = Recipe(
+    label="D19 triton-mla-decode",
+    file="triton-mla-decode",
+    title="verify draft tokens as rows of decode on TRITON_MLA",
+    description="The kernel runs one program a row of q. A request's tokens become rows with an extent and a block"
+    " table each, written once a step into buffers that captured graphs read again; uniform batches may be captured."
+    " Context parallelism, non-causal blocks and servers without speculation are left as they are.",
+    places=(
+        Place(
+            (_TRITON_BACKEND,),
+            before=_rows_class(own_builder=False, reserves=False),
+            when=lambda tree: not tree.has(_TRITON_BUILDER),
+        ),
+        Place(
+            (_TRITON_BACKEND,),
+            before=_rows_class(own_builder=True, reserves=False),
+            when=lambda tree: tree.has(_TRITON_BUILDER) and not _reserves(tree),
+        ),
+        Place((_TRITON_BACKEND,), before=_rows_class(own_builder=True, reserves=True), when=_reserves),
+        Place(
+            (f"{_TRITON_BACKEND}.get_builder_cls",),
+            (
+                (
+                    'type["TritonMLAMetadataBuilder"]:\n        return TritonMLAMetadataBuilder\n',
+                    'type["TritonMLARowsMetadataBuilder"]:\n        return TritonMLARowsMetadataBuilder\n',
+                ),
+            ),
+        ),
+        Place(
+            (f"{_TRITON_BACKEND}.get_impl_cls",),
+            before=_NEW_BUILDER,
+            when=lambda tree: not tree.has(f"{_TRITON_BACKEND}.get_builder_cls"),
+        ),
+        Place(
+            (TRITON,),
+            (
+                (_OWN_IMPORT, "    MLACommonMetadataBuilder,\n    QueryLenSupport,\n)\n"),
+                (
+                    f"{_COMMON_IMPORT})\n",
+                    f"{_COMMON_IMPORT}    MLACommonMetadataBuilder,\n    QueryLenSupport,\n)\n",
+                ),
+            ),
+        ),
+        Place(
+            (TRITON,),
+            (("    AttentionLayer,\n", "    AttentionCGSupport,\n    AttentionLayer,\n"),),
+            when=lambda tree: not tree.has(_TRITON_BUILDER),
+        ),
+    ),
+    applied_upstream="0.31.0, in the layers' forward",
+)
+
 RECIPES: tuple[Recipe, ...] = (
     WHITELIST,
     INTERFACE,
@@ -1018,6 +1273,7 @@ RECIPES: tuple[Recipe, ...] = (
     MTP,
     ROPE,
     CHUNK_END,
+    ROWS,
     REBINDING,
     ROTARY,
     BLOCKS,

@@ -68,8 +68,8 @@ FIXES: tuple[Fix, ...] = (
 )
 
 ELSEWHERE: dict[str, str] = {
-    "D9": "mended with D19 (fixes/triton_mla_decode.py): what TRITON_MLA declares from 0.22.0 to 0.25.1 becomes true, and"
-    " is taken back where it does not",
+    "D9": "mended with D19 (fixes/triton_mla_decode.py): what TRITON_MLA declares from 0.22.0 to 0.25.1 becomes true,"
+    " and is taken back where it does not",
     "D14": "refused when the layers are resolved (layers/resolve.py): duplicates, range, order, pipeline stages",
     "D20": "checked when the layers are resolved (layers/resolve.py), and written as num_aux_hidden_states",
 }

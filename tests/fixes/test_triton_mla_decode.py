@@ -118,14 +118,14 @@ def test_a_ragged_verify_step_is_all_decode() -> None:
 
 
 def test_the_stock_builder_sends_it_down_the_prefill_path() -> None:
-    builder = decode_rows.stock_builder()(spec(), ["layer"], decode_rows.settings(k=5), torch.device("cpu"))
-    metadata = builder.build(0, common_metadata(make_batch([4, 4], [20, 40])))
+    builder = decode_rows.construct(decode_rows.stock_builder(), decode_rows.settings(k=5), spec())
+    metadata = builder.build(0, common_metadata(make_batch([4, 4], [4, 4])))
     assert (metadata.num_decodes, metadata.num_prefills) == (0, 2)
 
 
 def test_decodes_before_a_prefill() -> None:
     builder = make_builder(decode_rows.settings(k=3))
-    batch = make_batch([1, 4, 3, 30], [9, 20, 3, 46])
+    batch = make_batch([1, 4, 3, 30], [9, 20, 3, 30])
     metadata = build(builder, batch)
     assert (metadata.num_decodes, metadata.num_prefills, metadata.num_decode_tokens) == (3, 1, 8)
     torch.testing.assert_close(attend(batch, metadata), exact(batch, SCALE)[:8], rtol=0, atol=1e-12)
@@ -144,7 +144,7 @@ def test_one_token_a_request_keeps_its_tensors() -> None:
 
 
 def test_a_replay_reads_what_the_last_build_wrote() -> None:
-    builder = make_builder(decode_rows.settings())
+    builder = make_builder(decode_rows.settings(max_num_seqs=16))
     width = 9
     captured = builder.build_for_cudagraph_capture(common_metadata(make_batch([4] * 4, [4] * 4, width=width)))
     for seed, lengths in enumerate(([20, 33, 4, 100], [64, 5])):
@@ -154,7 +154,7 @@ def test_a_replay_reads_what_the_last_build_wrote() -> None:
         torch.testing.assert_close(attend(batch, captured)[: batch.rows], exact(batch, SCALE), rtol=0, atol=1e-12)
     # A batch that no graph holds must not disturb one that is being replayed.
     before = captured.decode.seq_lens.clone()
-    build(builder, make_batch([4] * 10, [30] * 10, width=width))
+    assert build(builder, make_batch([4] * 10, [30] * 10, width=width)).num_decode_tokens == 40
     assert torch.equal(captured.decode.seq_lens, before)
 
 
@@ -168,7 +168,7 @@ def test_too_many_rows_take_the_prefill_path() -> None:
     config = decode_rows.settings(k=1, max_num_seqs=1000)
     assert most_rows(config, 2) == 1000
     builder = make_builder(config)
-    within, beyond = ([2] * 500, [3] * 500), ([2] * 501, [3] * 501)
+    within, beyond = ([2] * 500, [2] * 500), ([2] * 501, [2] * 501)
     assert build(builder, make_batch(*within)).num_decodes == 500
     assert build(builder, make_batch(*beyond)).num_decodes == 0
     assert builder.reorder_batch_threshold == 2
@@ -205,7 +205,7 @@ def test_what_is_left_as_it_is(config: dict[str, Any], group: dict[str, Any]) ->
     made, stock = decode_rows.settings(**config), decode_rows.stock_builder()
     builder = rows_builder(stock)
     assert builder.get_cudagraph_support(made, spec(**group)).value <= 1 or group, "only what the base may promise"
-    mended, bare = (cls(spec(**group), ["layer"], made, torch.device("cpu")) for cls in (builder, stock))
+    mended, bare = (decode_rows.construct(cls, made, spec(**group)) for cls in (builder, stock))
     assert mended.reorder_batch_threshold == bare.reorder_batch_threshold
     assert mended.query_len_support is bare.query_len_support
 

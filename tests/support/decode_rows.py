@@ -94,7 +94,7 @@ def exact(batch: Batch, scale: float, later: int = 0) -> torch.Tensor:
 def row_by_row(
     q: torch.Tensor, cache: torch.Tensor, blocks: torch.Tensor, extents: torch.Tensor, scale: float, latent: int
 ) -> torch.Tensor:
-    """What a decode kernel does: each row of ``q`` over ``extents`` positions of its own block table; in ``q``'s type."""
+    """What a decode kernel does, in ``q``'s type: each row over ``extents`` positions of its own block table."""
     found = torch.full((*q.shape[:2], latent), float("nan"), dtype=q.dtype, device=q.device)
     for row, extent in enumerate(extents.tolist()):
         positions = torch.arange(extent, device=q.device)
@@ -195,6 +195,18 @@ def stock_builder() -> Any:
     return own if own.query_len_support is QueryLenSupport.SINGLE_ONLY else MLACommonMetadataBuilder
 
 
+def construct(cls: Any, config: Any, group: Any, device: str = "cpu") -> Any:
+    """A builder as a runner makes it."""
+    from vllm.config import vllm as current
+
+    before = current._current_vllm_config
+    current._current_vllm_config = config  # older releases look there for the kind of prefill
+    try:
+        return cls(group, ["layer"], config, torch.device(device))
+    finally:
+        current._current_vllm_config = before
+
+
 def make_builder(config: Any, group: Any = None, device: str = "cpu") -> Any:
     """The mended builder of the installed release."""
-    return rows_builder(stock_builder())(group or spec(), ["layer"], config, torch.device(device))
+    return construct(rows_builder(stock_builder()), config, group or spec(), device)

@@ -2,8 +2,8 @@
 """A batch of several query tokens a request, told as a batch of single rows: pure tensor code, no vLLM.
 
 A decode kernel that runs one program a query row, with that row's own extent and block table, needs no causal mask to
-verify several tokens of one request: row ``j`` of ``q`` sees the prefix and the first ``j + 1`` of its own tokens, which
-is an extent. Requests may differ in how many tokens they bring.
+verify several tokens of one request: row ``j`` of ``q`` sees the prefix and the first ``j + 1`` of its own tokens,
+which is an extent. Requests may differ in how many tokens they bring.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def rows_builder(base: Any) -> Any:
             """What the base says where its own path is taken, except that it must not promise what it cannot do."""
             if serves_rows(vllm_config, kv_cache_spec):
                 return AttentionCGSupport.UNIFORM_BATCH
-            said = base.get_cudagraph_support(vllm_config, kv_cache_spec)
+            said = super().get_cudagraph_support(vllm_config, kv_cache_spec)
             promised = said is AttentionCGSupport.UNIFORM_BATCH
             if promised and not getattr(kv_cache_spec, "non_causal_multi_token_decode", False):
                 return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE  # D9
@@ -211,9 +211,7 @@ def reserve(builder: Any, rows: int) -> None:
 
     if not is_workspace_manager_initialized():
         return
-    splits = triton_mla._compute_num_kv_splits(
-        builder.model_config.max_model_len, current_platform.num_compute_units()
-    )
+    splits = triton_mla._compute_num_kv_splits(builder.model_config.max_model_len, current_platform.num_compute_units())
     shape = (rows, builder.num_heads, splits, builder.mla_dims.kv_lora_rank + 1)
     current_workspace_manager().get_simultaneous((shape, torch.float32))
 
