@@ -17,7 +17,7 @@ other ranks' traffic, in as many layers as fit beside the cache of the largest c
 ``--profile`` adds where a step's time goes; ``--tiny`` runs small shapes on the CPU, to try the script.
 
 A step is the time between two calls of ``LLMEngine.step`` that bring tokens, while all requests decode. The MLA backend
-is TRITON_MLA, full CUDA graphs for decode, no torch.compile, bf16, greedy.
+is TRITON_MLA, full CUDA graphs for decode (FULL_DECODE_ONLY), torch.compile as in a server, bf16, greedy.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def engine_arguments(shape: Shape, options: argparse.Namespace, folder: Path) ->
         "disable_log_stats": False,
         "dtype": "float32" if options.tiny else "bfloat16",
         "max_model_len": max(shape.contexts) + ROOM,
-        "max_num_seqs": max(shape.concurrency),
+        "max_num_seqs": max(4, *shape.concurrency),
         "enforce_eager": options.tiny,
     }
     if not options.tiny:
@@ -79,11 +79,11 @@ def engine_arguments(shape: Shape, options: argparse.Namespace, folder: Path) ->
             "max_num_batched_tokens": 8192,
             # A cache of a given size, so that nothing is profiled and two engines may start at once.
             "kv_cache_memory_bytes": shape.cache_bytes(shape.target["num_hidden_layers"]),
-            "gpu_memory_utilization": 0.3 if options.mode == "cost" else 0.95,
+            "gpu_memory_utilization": 0.9 if options.mode == "share" else 0.05,
             "compilation_config": {
                 "cudagraph_mode": options.graphs,
                 "cudagraph_capture_sizes": sizes,
-                **({} if options.compile else {"mode": 0}),
+                **({"mode": 0} if options.no_compile else {}),
             },
         }
         if options.backend != "default":
@@ -309,7 +309,7 @@ def header(options: argparse.Namespace, shape: Shape) -> dict[str, Any]:
             "backend": options.backend,
             "drafter_backend": options.drafter_backend,
             "graphs": "none" if options.tiny else options.graphs,
-            "compile": options.compile,
+            "compile": not options.tiny and not options.no_compile,
             "runner": options.runner,
         },
         "cells": [],
@@ -592,7 +592,7 @@ def main() -> int:
     parser.add_argument("--drafter-backend", help="the drafter's attention backend, where releases have that key")
     parser.add_argument("--runner", choices=("default", "V1", "V2"), default="default", help="model runner")
     parser.add_argument("--graphs", default="FULL_DECODE_ONLY", help="cudagraph_mode")
-    parser.add_argument("--compile", action="store_true", help="with torch.compile, as a server has it")
+    parser.add_argument("--no-compile", action="store_true", help="without torch.compile; stock suffers most from that")
     parser.add_argument("--profile", action="store_true", help="and where 20 more steps of each cell spend their time")
     parser.add_argument("--tamper", type=float, default=0.05, help="cost: by what share the control is slower")
     parser.add_argument("--tiny", action="store_true", help="small shapes on the CPU, to try the script")
