@@ -105,7 +105,7 @@ def test_fewer_drafts_are_faster_where_each_costs() -> None:
     ],
 )
 def test_what_is_no_measurement_is_refused(wrong: object) -> None:
-    with pytest.raises(ValueError, match="expected|known of"):
+    with pytest.raises(ValueError, match=r"expected|known of"):
         wrong()  # type: ignore[operator]
 
 

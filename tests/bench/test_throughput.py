@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``bench/gpu/throughput.py``: its bars, its shapes, its reading of a profile; and the script itself, tiny, on the CPU."""
+"""``bench/gpu/throughput.py``: bars, shapes, and the reading of a profile; the script itself, tiny, on the CPU."""
 
 from __future__ import annotations
 
