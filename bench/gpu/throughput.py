@@ -17,7 +17,7 @@ other ranks' traffic, in as many layers as fit beside the cache of the largest c
 ``--profile`` adds where a step's time goes; ``--tiny`` runs small shapes on the CPU, to try the script.
 
 A step is the time between two calls of ``LLMEngine.step`` that bring tokens, while all requests decode. The MLA backend
-is TRITON_MLA, full CUDA graphs for decode, no torch.compile, bf16, greedy.
+is TRITON_MLA, full CUDA graphs for decode (FULL_DECODE_ONLY), torch.compile as in a server, bf16, greedy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
-import importlib.metadata
 import json
 import os
 import platform
@@ -45,148 +44,18 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import throughput_report
+from shapes import ROOM, Shape, fit, shape_of
 from step_profile import profile_steps
 
-from vllm_kimi_eagle3.tiny_kimi.materialize import drafter_config, text_config
+from vllm_kimi_eagle3.patching.release import installed_release
 
-BLOCK = 64
-"""Tokens a block of the cache has at most, for every backend that is used here."""
-ROOM = 1536
-"""Tokens that a request may write beyond its prompt."""
 WARM = 10
-STEPS = {1: 400, 4: 160, 16: 80}
-"""Measured steps of ``share`` by concurrency: synthetic acceptance is a draw, and few requests need more of them."""
 CELL_SECONDS = 9.0
 """A slow cell stops earlier."""
-RESERVED = 12e9
-"""Bytes for activations, workspaces, graphs and CUDA itself, beside weights and cache."""
 
 
 class OutOfTime(Exception):
     """--seconds have passed."""
-
-
-@dataclasses.dataclass
-class Shape:
-    """A pair's configurations, and the cells to measure."""
-
-    target: dict[str, Any]
-    drafter: dict[str, Any]
-    contexts: list[int]
-    concurrency: list[int]
-    steps: dict[int, int]
-    about: str
-
-    def weight_bytes(self) -> tuple[int, int]:
-        """bf16 bytes of everything but the decoder's MoE layers, and of one such layer."""
-        t, d = self.target, self.drafter
-        hidden, heads = t["hidden_size"], t["num_attention_heads"]
-        attention = (
-            hidden * t["q_lora_rank"]
-            + t["q_lora_rank"] * heads * (t["qk_nope_head_dim"] + t["qk_rope_head_dim"])
-            + hidden * (t["kv_lora_rank"] + t["qk_rope_head_dim"])
-            # twice: vLLM keeps the projection, and its two halves apart for decode
-            + 2 * t["kv_lora_rank"] * heads * (t["qk_nope_head_dim"] + t["v_head_dim"])
-            + heads * t["v_head_dim"] * hidden
-        )
-        experts = (t["n_routed_experts"] + t["n_shared_experts"]) * 3 * hidden * t["moe_intermediate_size"]
-        rest = 2 * t["vocab_size"] * hidden + attention + 3 * hidden * t["intermediate_size"]
-        width = d["head_dim"] * (2 * d["num_attention_heads"] + 2 * d["num_key_value_heads"])
-        rest += hidden * (3 * hidden + 2 * width + 3 * d["intermediate_size"] + d["draft_vocab_size"])
-        return 2 * rest, 2 * (attention + experts + hidden * t["n_routed_experts"])
-
-    def cache_bytes(self, layers: int) -> int:
-        """bf16 bytes of the cache that the largest cell needs, with some blocks over."""
-        t, d = self.target, self.drafter
-        token = 2 * (t["kv_lora_rank"] + t["qk_rope_head_dim"]) * layers
-        token += 4 * d["num_key_value_heads"] * d["head_dim"]
-        tokens = max(self.concurrency) * (max(self.contexts) + ROOM + 2 * BLOCK) + 64 * BLOCK
-        return token * tokens
-
-
-def shape_of(mode: str, tiny: bool) -> Shape:
-    """The pair of a mode; ``tiny`` is a small one for the CPU."""
-    if tiny:
-        target = text_config() | {"num_hidden_layers": 8}
-        drafter = drafter_config("gqa", "boundary")
-        concurrency = {"context": [1], "share": [1, 2], "cost": [1, 2]}[mode]
-        shape = Shape(target, drafter, [64, 128], concurrency, {1: 12, 2: 8}, "tiny, on the CPU, float32")
-    elif mode == "share":
-        target = text_config() | {
-            "vocab_size": 163840 // 8,
-            "hidden_size": 7168,
-            "intermediate_size": 18432 // 8,
-            "moe_intermediate_size": 2048 // 8,
-            "num_attention_heads": 64 // 8,
-            "num_key_value_heads": 64 // 8,
-            "n_routed_experts": 384,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 8,
-            "routed_scaling_factor": 2.827,
-            "q_lora_rank": 1536,
-            "qk_nope_head_dim": 128,
-            "v_head_dim": 128,
-            "rope_theta": 50000.0,
-        }
-        drafter = drafter_config("gqa", "boundary") | {
-            "num_attention_heads": 64 // 8,
-            "num_key_value_heads": 64 // 8,
-            "head_dim": 128,
-            "intermediate_size": 12288 // 8,
-            "draft_vocab_size": 32000 // 8,
-        }
-        about = (
-            "a rank's share of Kimi-K2.5 at tensor parallel 8: 8 of 64 heads, an eighth of every expert's, of the "
-            "first (dense) layer's and of the shared expert's width, an eighth of the vocabulary; the drafter is "
-            "AQ-MedAI's kimi-k25 shape, cut alike: 8 of 64 heads, 1536 of 12288, 4000 of 32000 draft tokens"
-        )
-        shape = Shape(target, drafter, [2000, 30000], [1, 4, 16], STEPS, about)
-    else:
-        target = text_config() | {
-            "vocab_size": 32768,
-            "hidden_size": 2048,
-            "intermediate_size": 5632,
-            "moe_intermediate_size": 512,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 16,
-            "n_routed_experts": 16,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 4,
-            "q_lora_rank": 768,
-            "qk_nope_head_dim": 128,
-            "v_head_dim": 128,
-        }
-        drafter = drafter_config("gqa", "boundary") | {
-            "num_attention_heads": 16,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "intermediate_size": 5632,
-            "draft_vocab_size": 16384,
-        }
-        about = "16 layers, hidden 2048, 16 heads, a modest MoE (16 experts of width 512, 4 a token, 1 shared)"
-        contexts, concurrency = ([512], [1, 8, 64]) if mode == "cost" else ([512, 8000, 30000], [1])
-        shape = Shape(target, drafter, contexts, concurrency, {1: 100}, about)
-    shape.drafter |= {"vocab_size": shape.target["vocab_size"], "hidden_size": shape.target["hidden_size"]}
-    return shape
-
-
-def fit(shape: Shape, options: argparse.Namespace, free: int | None) -> None:
-    """Settle the number of layers (``share`` takes what fits), positions, and the layers that the drafter reads."""
-    if options.layers:
-        shape.target["num_hidden_layers"] = options.layers
-    elif options.mode == "share" and free is not None:
-        rest, layer = shape.weight_bytes()
-        layer += shape.cache_bytes(1) - shape.cache_bytes(0)
-        layers = int((free - RESERVED - rest - shape.cache_bytes(0)) // layer) + 1  # and the dense one, in the rest
-        shape.target["num_hidden_layers"] = min(61, layers)
-        if layers < 6:
-            raise SystemExit(f"{free / 1e9:.0f} GB are free: not enough for 6 layers of this shape; see --layers")
-    length = max(shape.contexts) + ROOM
-    count = shape.target["num_hidden_layers"]
-    for config in (shape.target, shape.drafter):
-        config["max_position_embeddings"] = length
-    shape.drafter["eagle_aux_hidden_state_layer_ids"] = [2, count // 2, count - 3]
 
 
 def engine_arguments(shape: Shape, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -201,7 +70,7 @@ def engine_arguments(shape: Shape, options: argparse.Namespace, folder: Path) ->
         "disable_log_stats": False,
         "dtype": "float32" if options.tiny else "bfloat16",
         "max_model_len": max(shape.contexts) + ROOM,
-        "max_num_seqs": max(shape.concurrency),
+        "max_num_seqs": max(4, *shape.concurrency),
         "enforce_eager": options.tiny,
     }
     if not options.tiny:
@@ -210,11 +79,11 @@ def engine_arguments(shape: Shape, options: argparse.Namespace, folder: Path) ->
             "max_num_batched_tokens": 8192,
             # A cache of a given size, so that nothing is profiled and two engines may start at once.
             "kv_cache_memory_bytes": shape.cache_bytes(shape.target["num_hidden_layers"]),
-            "gpu_memory_utilization": 0.3 if options.mode == "cost" else 0.95,
+            "gpu_memory_utilization": 0.9 if options.mode == "share" else 0.05,
             "compilation_config": {
                 "cudagraph_mode": options.graphs,
                 "cudagraph_capture_sizes": sizes,
-                **({} if options.compile else {"mode": 0}),
+                **({"mode": 0} if options.no_compile else {}),
             },
         }
         if options.backend != "default":
@@ -295,9 +164,13 @@ class Engine:
         return {n: [int(v) for v in (m.values if hasattr(m, "values") else [m.value])] for n, m in found.items()}
 
     def step(self) -> tuple[float, list[int], bool]:
-        """Seconds of one ``LLMEngine.step``, the tokens that it brought, and whether a request has ended."""
+        """Seconds until ``LLMEngine.step`` brings tokens, those, and whether a request has ended.
+
+        With asynchronous scheduling the first call only fills the pipeline, and brings none.
+        """
         began = time.perf_counter()
-        outputs = self.engine.step()
+        while not (outputs := self.engine.step()) and self.engine.has_unfinished_requests():
+            pass
         if self.slower:
             until = time.perf_counter() + self.slower * (time.perf_counter() - began)
             while time.perf_counter() < until:
@@ -418,14 +291,13 @@ def header(options: argparse.Namespace, shape: Shape) -> dict[str, Any]:
     import torch
 
     on_gpu = torch.cuda.is_available() and not options.tiny
-    vllm = importlib.metadata.version("vllm")
     return {
         "format": throughput_report.FORMAT,
         "mode": options.mode,
         "variant": options.variant,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "hardware": torch.cuda.get_device_name() if on_gpu else f"{platform.machine()} CPU",
-        "vllm": vllm,
+        "vllm": installed_release(),
         "torch": torch.__version__,
         "command": shlex.join(["python", "bench/gpu/throughput.py", *sys.argv[1:]]),
         "settings": {
@@ -437,7 +309,7 @@ def header(options: argparse.Namespace, shape: Shape) -> dict[str, Any]:
             "backend": options.backend,
             "drafter_backend": options.drafter_backend,
             "graphs": "none" if options.tiny else options.graphs,
-            "compile": options.compile,
+            "compile": not options.tiny and not options.no_compile,
             "runner": options.runner,
         },
         "cells": [],
@@ -465,7 +337,10 @@ def prepare(options: argparse.Namespace) -> Shape:
         if not torch.cuda.is_available():
             raise SystemExit("no GPU is visible; on a CPU, --tiny tries the script")
         free = torch.cuda.mem_get_info()[0]
-    fit(shape, options, free)
+    try:
+        fit(shape, options.layers, free if options.mode == "share" else None)
+    except ValueError as error:
+        raise SystemExit(f"throughput: {error}") from None
     return shape
 
 
@@ -644,7 +519,7 @@ def run_cost(options: argparse.Namespace, started: float) -> int:
     shape = shape_of(options.mode, options.tiny)
     shape.contexts, shape.concurrency = options.contexts or shape.contexts, options.concurrency or shape.concurrency
     options.variant = "both"
-    fit(shape, options, None)
+    fit(shape, options.layers)
     report = header(options, shape)
     report["not_run"] = list(shape.concurrency)
     children: list[Child] = []
@@ -717,7 +592,7 @@ def main() -> int:
     parser.add_argument("--drafter-backend", help="the drafter's attention backend, where releases have that key")
     parser.add_argument("--runner", choices=("default", "V1", "V2"), default="default", help="model runner")
     parser.add_argument("--graphs", default="FULL_DECODE_ONLY", help="cudagraph_mode")
-    parser.add_argument("--compile", action="store_true", help="with torch.compile, as a server has it")
+    parser.add_argument("--no-compile", action="store_true", help="without torch.compile; stock suffers most from that")
     parser.add_argument("--profile", action="store_true", help="and where 20 more steps of each cell spend their time")
     parser.add_argument("--tamper", type=float, default=0.05, help="cost: by what share the control is slower")
     parser.add_argument("--tiny", action="store_true", help="small shapes on the CPU, to try the script")

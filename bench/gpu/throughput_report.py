@@ -182,7 +182,7 @@ def predictions(results: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Break-even arithmetic against what was measured, for each cell of ``share`` with a drafter.
 
     Predicted from median step times and the *asked* acceptance where the release can be asked for one, else from what
-    it accepted; measured as tokens by wall time. The speed-up takes its baseline's step from the run without speculation.
+    it accepted; measured as tokens by wall time. The baseline's step is that of the run without speculation.
     """
     for result in results:
         if result["mode"] != "share" or result["variant"] == "none":

@@ -62,15 +62,30 @@ class StepTimes:
         return max(range(len(per_position) + 1), key=lambda k: (self.tok_s(per_position, k), -k))
 
 
-def between(baseline: float, step: float, k: int) -> tuple[StepTimes, StepTimes]:
-    """The two extremes of what makes a measured step with k draft tokens longer than a plain one.
+def split(baseline: float, step: float, k: int, grows: float) -> StepTimes:
+    """Times of which a step with k draft tokens takes ``step``, if this share of what it takes more grows with k.
 
-    From one k alone it can't be told apart what a draft token costs and what verifying at all does: either all of it
-    grows with k, or none. A step that is not longer has nothing to share out, and both are the same.
+    One k does not tell what a draft token costs and what verifying at all does. A step that takes no more than the
+    baseline has nothing to share out.
     """
     _check_k(k, 1)
-    grows = StepTimes(baseline, baseline, (step - baseline) / k) if step > baseline else StepTimes(baseline, step)
-    return grows, StepTimes(baseline, step)
+    growing = grows * max(0.0, step - baseline)
+    return StepTimes(baseline, step - growing, growing / k)
+
+
+def best_ks(per_position: Sequence[float], ratio: float) -> tuple[int, int]:
+    """The least and the largest number of draft tokens, 0 to all known positions, that may be the fastest.
+
+    Args:
+        per_position: cumulative acceptance by position, of steps with as many draft tokens.
+        ratio: plain steps in one of those steps; which share of it grows with k is tried in hundredths.
+
+    Raises:
+        ValueError: no position is known, or the rates are none.
+    """
+    k = len(per_position)
+    found = {split(1.0, ratio, k, percent / 100).best_k(per_position) for percent in range(101)}
+    return min(found), max(found)
 
 
 def acceptance_length(per_position: Sequence[float]) -> float:

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kimi_eagle3 import __version__
-from vllm_kimi_eagle3.bench import report
+from vllm_kimi_eagle3.bench import breakeven, report
 from vllm_kimi_eagle3.bench.client import Client, ServerError
 from vllm_kimi_eagle3.bench.gather import evidence_of, main_run, speedup_of
 from vllm_kimi_eagle3.bench.measure import Run, Setting, measure, warm_up
+from vllm_kimi_eagle3.bench.metrics import Counters
 from vllm_kimi_eagle3.bench.prompts import FIVE, read_prompts
 from vllm_kimi_eagle3.bench.serve import serve
 from vllm_kimi_eagle3.bench.verdict import Name, Verdict, decide
@@ -109,7 +110,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def to_json(runs: Sequence[Run], judged: str, verdict: Verdict) -> dict[str, Any]:
-    """The result as plain data. ``break_even`` is the acceptance length at which the drafter's run costs nothing."""
+    """The result as plain data.
+
+    ``break_even`` is the acceptance length at which the drafter's run costs nothing; ``break_even_acceptance`` the same
+    as a share of all drafts, and as the share of each draft after an accepted one, None where no acceptance pays;
+    ``best_k`` the fastest numbers of draft tokens by these rates, from and to, because what a draft token adds to a
+    step can't be told from one k.
+    """
     speedup, main = speedup_of(runs, judged), main_run(runs, judged)
     break_even = None
     if main is not None and speedup is not None and main.counters.acceptance_length is not None:
@@ -122,6 +129,7 @@ def to_json(runs: Sequence[Run], judged: str, verdict: Verdict) -> dict[str, Any
         "speedup": speedup,
         "speedups": _speedups(runs),
         "break_even": break_even,
+        **_break_even(break_even, main.counters if main is not None else None),
         "same_text": _same_text(runs, judged),
         "verdict": verdict.name.value,
         "reasons": list(verdict.reasons),
@@ -170,7 +178,7 @@ def text(data: Mapping[str, Any]) -> str:
         lines += _columns(table, left={0, 1})
     lines.append("")
     if data["break_even"] is not None:
-        lines.append(f"break-even: acceptance length {data['break_even']:.2f}")
+        lines.append(f"break-even: acceptance length {data['break_even']:.2f}{_pays(data)}")
     if data["same_text"] is not None:
         same, total = data["same_text"]
         lines.append(f"greedy text equal to the baseline's: {same} of {total}")
@@ -263,8 +271,6 @@ def _clients(options: argparse.Namespace) -> Iterator[tuple[str, Client]]:
 
 def _earlier_baseline(path: Path, settings: Sequence[Setting]) -> list[Run]:
     """The baseline runs of an earlier result under the same settings."""
-    from vllm_kimi_eagle3.bench.metrics import Counters
-
     data = read_object(path, 64 << 20, values=10_000_000)
     try:
         found = [
@@ -285,6 +291,28 @@ def _speedups(runs: Sequence[Run]) -> list[float | None]:
     return [
         run.tok_s / speeds[run.setting] if run.name != "baseline" and speeds.get(run.setting) else None for run in runs
     ]
+
+
+def _break_even(length: float | None, counters: Counters | None) -> dict[str, Any]:
+    """What the break-even length means for acceptance, and which k is fastest; by arithmetic."""
+    rates = counters.per_position if counters is not None else None
+    # Counters are a server's word: rates that grow by position are none.
+    if length is None or not rates or rates != sorted(rates, reverse=True) or rates[0] > 1:
+        return {"break_even_acceptance": None, "best_k": None}
+    of_drafts, each = (f(length, len(rates)) for f in (breakeven.accepted_for_length, breakeven.share_for_length))
+    acceptance = None if of_drafts is None else {"of_drafts": of_drafts, "each": each}
+    return {"break_even_acceptance": acceptance, "best_k": list(breakeven.best_ks(rates, length))}
+
+
+def _pays(data: Mapping[str, Any]) -> str:
+    if data["best_k"] is None:
+        return ""
+    share, (low, high) = data["break_even_acceptance"], data["best_k"]
+    means = "which no acceptance reaches"
+    if share is not None:
+        means = f"{share['of_drafts']:.1%} of the drafts, {share['each']:.2f} of each after an accepted one"
+    best = f"{low}" if low == high else f"{low} to {high}"
+    return f", {means}; fastest k by these rates: {best}" + (" (0: no speculation)" if low == 0 else "")
 
 
 def _same_text(runs: Sequence[Run], judged: str) -> list[int] | None:
