@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import fcntl
 import json
 import os
 import platform
@@ -39,7 +40,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -344,6 +345,33 @@ def prepare(options: argparse.Namespace) -> Shape:
     return shape
 
 
+PATIENCE = 90.0
+"""Seconds to wait for others that were to start at the same time."""
+
+
+_TURN: list[TextIO] = []
+
+
+def take_turn(meet: Path, parties: int, name: str) -> None:
+    """Wait until as many runs as ``parties`` have started, then for this one's turn; it ends with this process.
+
+    Runs that are small enough for one GPU start side by side, which takes most of their time; none of them starts, or
+    goes, while another one measures.
+    """
+    arrive(meet, name)
+    until = time.monotonic() + PATIENCE
+    while len(list(meet.glob("*.here"))) < parties and time.monotonic() < until:
+        time.sleep(0.2)
+    _TURN.append((meet / "turn").open("w"))
+    fcntl.flock(_TURN[0], fcntl.LOCK_EX)
+
+
+def arrive(meet: Path, name: str) -> None:
+    """Say that this run has started, or never will."""
+    meet.mkdir(parents=True, exist_ok=True)
+    (meet / f"{name}.here").touch()
+
+
 def run_cells(options: argparse.Namespace, started: float) -> int:
     """``context`` and ``share``: one engine, cell by cell, written after each."""
     shape = prepare(options)
@@ -363,6 +391,8 @@ def run_cells(options: argparse.Namespace, started: float) -> int:
             report["start_seconds"] = round(time.monotonic() - started, 1)
             report["runner"] = type(engine.runner).__module__
             say(f"{report['vllm']} {options.variant}: started in {report['start_seconds']} s, {shape.about}")
+            if options.meet is not None:
+                take_turn(options.meet, options.parties, options.out.name)
             for concurrency, context in cells:
                 if time.monotonic() > until:
                     break
@@ -379,6 +409,8 @@ def run_cells(options: argparse.Namespace, started: float) -> int:
         say(f"time is up after {options.seconds} s; not run: {report['not_run']}")
     except Exception as error:
         _silence()
+        if options.meet is not None:
+            arrive(options.meet, options.out.name)
         report["error"] = f"{type(error).__name__}: {error}"[:2000]
         write(options.out, report)
         raise
@@ -595,6 +627,10 @@ def main() -> int:
     parser.add_argument("--no-compile", action="store_true", help="without torch.compile; stock suffers most from that")
     parser.add_argument("--profile", action="store_true", help="and where 20 more steps of each cell spend their time")
     parser.add_argument("--tamper", type=float, default=0.05, help="cost: by what share the control is slower")
+    parser.add_argument(
+        "--meet", type=Path, metavar="DIR", help="start beside other runs that name it, then take turns"
+    )
+    parser.add_argument("--parties", type=int, default=1, metavar="N", help="how many runs meet there")
     parser.add_argument("--tiny", action="store_true", help="small shapes on the CPU, to try the script")
     parser.add_argument(
         "--report", nargs="+", type=Path, metavar="FILE", help="join results into tables, with the bars"
