@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +243,34 @@ def test_ranges_come_off_again() -> None:
         # V1's own method stands for what would be V2's.
         assert set(vars(runner)) == {"_sample"} and set(vars(runner.drafter)) == {"propose"}
     assert not vars(runner) and not vars(runner.drafter)
+
+
+TURN = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import throughput
+name = sys.argv[2]
+time.sleep(0.5 * int(name))  # the others start later
+throughput.take_turn(Path("meet"), 3, name)
+began = time.monotonic()
+time.sleep(0.3)
+print(began, time.monotonic())
+"""
+
+
+def test_runs_that_meet_take_turns(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", TURN, str(SCRIPTS)]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    processes = [
+        subprocess.Popen([*command, str(i)], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
+        for i in range(3)
+    ]
+    spans = sorted(tuple(map(float, process.communicate(timeout=60)[0].split())) for process in processes)
+    # Nobody measures before the last one is there, nor while another one does.
+    arrived = max((tmp_path / "meet" / f"{i}.here").stat().st_mtime for i in range(3))
+    assert spans[0][0] - time.monotonic() >= arrived - time.time() - 0.1
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans)), spans
 
 
 # The script itself ---------------------------------------------------------------------------------------------------
