@@ -106,10 +106,10 @@ def graph_rows(vllm_config: Any, tokens: int) -> int:
 def most_rows(vllm_config: Any, tokens: int) -> int:
     """How many rows the decode path takes; a larger batch verifies by the prefill path, as in stock vLLM.
 
-    The kernel's scratch memory is proportional to this: heads x splits x (latent + 1) float32 a row, which for a rank of
-    Kimi-K2.5 at tensor parallel 8, a context of 262,144 tokens and a GPU of 188 multiprocessors is 8 x 376 x 513 x 4
-    bytes, 6 MB. Stock vLLM needs ``max_num_seqs`` rows, and some releases reserve it after they measured how much
-    memory is left, so ``k + 1`` times as much might not be there.
+    The kernel's scratch memory is proportional to this: heads x splits x (latent + 1) float32 a row, which for a rank
+    of Kimi-K2.5 at tensor parallel 8, a context of 262,144 tokens and a GPU of 188 multiprocessors is
+    8 x 376 x 513 x 4 bytes, 6 MB. Stock vLLM needs ``max_num_seqs`` rows, and some releases reserve it after they
+    measured how much memory is left, so ``k + 1`` times as much might not be there.
     """
     sequences = vllm_config.scheduler_config.max_num_seqs
     return min(sequences * tokens, max(sequences, _LARGEST_DEFAULT_GRAPH, graph_rows(vllm_config, tokens)))
