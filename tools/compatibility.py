@@ -97,7 +97,7 @@ def page(runs: list[dict[str, Any]]) -> str:
     lines += ["", "## What each fix mends", ""]
     lines += ["| fix | what a user sees without it | upstream | deleted when |", "|---|---|---|---|"]
     lines += [f"| {f.label} | {f.why} | {f.upstream} | {f.retire} |" for f in FIXES]
-    lines += ["", "## Met without touching vLLM", ""]
+    lines += ["", "## Met without a fix of their own", ""]
     lines += [f"* **{name}**: {how}." for name, how in ELSEWHERE.items()]
     lines += ["", "## Known and not mended", ""]
     lines += [f"* **{name}**: {reason}." for name, reason in UNDONE.items()]

@@ -8,6 +8,7 @@ import inspect
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,8 @@ from vllm_kimi_eagle3.fixes import triton_mla_decode
 from vllm_kimi_eagle3.fixes._decode_rows import write_decode_rows
 from vllm_kimi_eagle3.fixes.triton_mla_decode import FIX, TARGET, graph_rows, most_rows, rows_builder
 from vllm_kimi_eagle3.patching.patcher import Patcher
-from vllm_kimi_eagle3.patching.spec import Context
+from vllm_kimi_eagle3.patching.source import SourceTree
+from vllm_kimi_eagle3.patching.spec import Context, Need
 
 SCALE = 0.3
 RAGGED = ([4, 1, 6, 2, 3], [4, 17, 33, 64, 47])
@@ -257,6 +259,37 @@ def test_which_servers_get_it(platform: str, eagle3: bool, backend: str | None, 
         assert FIX.wanted(Context("DeepseekV3ForCausalLM", platform, eagle3)) is wanted
 
 
+@pytest.mark.parametrize(
+    ("path", "old", "new", "need"),
+    [
+        ("backend", "", "", Need.APPLY),
+        ("backend", "        return TritonMLAMetadataBuilder", "        return choose()", Need.REFUSED),
+        ("backend", "attn_metadata.decode.seq_lens,", "attn_metadata.decode.lengths,", Need.REFUSED),
+        ("backend", "            self.model_config.max_model_len,", "            self.longest,", Need.REFUSED),
+        ("backend", "class TritonMLAMetadataBuilder(", "class Other(", Need.REFUSED),
+        ("common", "        num_decode_tokens: int,\n        dcp", "        dcp", Need.REFUSED),
+        ("common", "self.query_len_support != QueryLenSupport.VARLEN)", "True)", Need.REFUSED),
+        (
+            "backend",
+            "    _cudagraph_support: ClassVar",
+            "    query_len_support = QueryLenSupport.UNIFORM\n    _cudagraph_support: ClassVar",
+            Need.RETIRED,
+        ),
+    ],
+)
+def test_the_probe_knows_the_shape(tmp_path: Path, path: str, old: str, new: str, need: Need) -> None:
+    files = {
+        "backend": "vllm/v1/attention/backends/mla/triton_mla.py",
+        "common": "vllm/model_executor/layers/attention/mla_attention.py",
+    }
+    for name, file in files.items():
+        text = (releases.tree("0.26.0") / file).read_text("utf-8")
+        assert name != path or not old or text.count(old) == 1, text.count(old)
+        (tmp_path / file).parent.mkdir(parents=True)
+        (tmp_path / file).write_text(text.replace(old, new) if name == path and old else text)
+    assert triton_mla_decode.probe(SourceTree(tmp_path)).need is need
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # the releases' own kernels, run by Triton's interpreter
 
@@ -299,9 +332,11 @@ def run_kernels(release: str) -> None:
     out, right = attend(extents), exact(batch, scale).float()
     torch.testing.assert_close(out[: batch.rows], right, rtol=1e-5, atol=1e-5)
     assert out.isfinite().all(), "padding"
+    print(f"{release} is right")
+    if release != KERNELS[-1]:
+        return
     assert not torch.isclose(attend((extents - 1).clamp(min=0))[: batch.rows], right, atol=1e-4).all(-1).any()
     assert attend(torch.zeros_like(extents)).isnan().all(), "an extent of 0 is NaN: why padding has 1"
-    print(f"{release} is right")
 
 
 if __name__ == "__main__":

@@ -9,25 +9,29 @@ from __future__ import annotations
 
 import ast
 import copy
+import enum
 import functools
 import hashlib
+import sys
 from itertools import islice
 from pathlib import Path
-from types import FunctionType, SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.fixes import dispatchers
 from tests.layers import corpus
 from tests.patches.trees import ENDS, texts, touched
-from tests.releases import build, tree
+from tests.releases import build, definition, tree
 from vllm_kimi_eagle3.fixes import (
     cpu_draft_step_kernel,
     cpu_sampling_expansion,
     draft_attention_backend,
     float16_stream,
     mtp_rewrite,
+    triton_mla_decode,
     use_aux_flag,
 )
 from vllm_kimi_eagle3.layers.parse import TOP_KEY
@@ -354,8 +358,6 @@ def decode(release: str, forward: Any, dtype: Any, wanted: tuple[int, ...], fact
             total = hidden if residual is None else hidden + residual
             return total.new_full(total.shape, 2.0**self.index), total
 
-    import torch
-
     model = SimpleNamespace(
         layers=[Layer(index) for index in range(5)],
         start_layer=0,
@@ -370,8 +372,6 @@ def decode(release: str, forward: Any, dtype: Any, wanted: tuple[int, ...], fact
 
 
 def stubs() -> dict[str, Any]:
-    import torch
-
     rank = SimpleNamespace(is_first_rank=True, is_last_rank=True)
     return {
         "torch": torch,
@@ -418,3 +418,143 @@ def test_float16_states_have_their_true_size(release: str, factor: float) -> Non
         wanted = float16_stream.unscaled(plain, factor) if dtype == torch.float16 else plain
         assert all(torch.equal(a, b) for a, b in zip(states, wanted, strict=True))
         assert torch.equal(hidden, torch.full((3, 2), 31.0, dtype=dtype)), "the text's own stream is not touched"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# D19
+
+TRITON = "vllm/v1/attention/backends/mla/triton_mla.py"
+COMMON = "model_executor/layers/attention/mla_attention.py"
+ROWWISE = [release for release in ENDS if series.number(release) < (0, 31, 0)]
+
+
+def builders(release: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, Any, Any]:
+    """The base that both stand on, the patch's builder, the overlay's, and the release's levels of graph support.
+
+    The base is the release's own ``_init_reorder_batch_threshold`` and graph support under a ``build`` that hands its
+    arguments on, so that what either adds shows.
+    """
+    owner = "AttentionMetadataBuilder"
+    backend = "v1/attention/backend.py"
+    support = build(release, backend, definition(release, backend, "AttentionCGSupport"), {"Enum": enum.Enum})
+    levels = build(release, COMMON, definition(release, COMMON, "QueryLenSupport"), {"Enum": enum.Enum})
+    names = {"max_decode_query_len": None}
+
+    class Base:
+        _cudagraph_support = support.UNIFORM_SINGLE_TOKEN_DECODE
+        query_len_support = levels.SINGLE_ONLY
+        _init_reorder_batch_threshold = build(
+            release, backend, definition(release, backend, "_init_reorder_batch_threshold", owner), names
+        )
+        __class_getitem__ = classmethod(lambda cls, item: cls)
+
+        @classmethod
+        def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
+            return cls._cudagraph_support
+
+        def __init__(self, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any) -> None:
+            self.vllm_config = vllm_config
+            self._init_reorder_batch_threshold(1, self.query_len_support is not levels.SINGLE_ONLY)
+
+        def build_for_cudagraph_capture(self, common: Any) -> Any:
+            return self.build(0, common)
+
+        def build(self, common_prefix_len: int, common: Any, fast_build: bool = False) -> Any:
+            return self.reorder_batch_threshold, self._build_decode(
+                block_table_tensor=common.table,
+                seq_lens_device=common.seq_lens,
+                max_seq_len=9,
+                query_start_loc_cpu=common.query_start_loc_cpu,
+                query_start_loc_device=common.query_start_loc_cpu,
+                num_decode_tokens=common.num_actual_tokens,
+                dcp_tot_seq_lens_device=None,
+            )
+
+        def _build_decode(self, **decode: Any) -> Any:
+            return decode
+
+    scope = {"torch": torch, "AttentionCGSupport": support, "QueryLenSupport": levels, "MLACommonMetadata": None}
+    scope |= {"MLACommonMetadataBuilder": Base, "TritonMLAMetadataBuilder": Base, "_MIN_DECODE_ROWS": 512}
+    for name in ("_serves_rows", "_graph_rows", "_most_rows", "_num_decode_rows", "_write_decode_rows"):
+        scope[name] = function(release, TRITON, name, **scope)
+    patch = function(release, TRITON, "TritonMLARowsMetadataBuilder", **scope)
+    for module, name, value in (
+        ("vllm.model_executor.layers.attention.mla_attention", "QueryLenSupport", levels),
+        ("vllm.v1.attention.backend", "AttentionCGSupport", support),
+    ):
+        holder = ModuleType(module)
+        setattr(holder, name, value)
+        for parent in (".".join(module.split(".")[:i]) for i in range(1, module.count(".") + 1)):
+            monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
+        monkeypatch.setitem(sys.modules, module, holder)
+    return Base, patch, triton_mla_decode.rows_builder(Base), support
+
+
+def settings(k: int | None = 3, dcp: int = 1, sizes: tuple[int, ...] = (8, 32)) -> SimpleNamespace:
+    speculative = None if k is None else SimpleNamespace(num_speculative_tokens=k, parallel_drafting=False)
+    return SimpleNamespace(
+        speculative_config=speculative,
+        parallel_config=SimpleNamespace(decode_context_parallel_size=dcp, prefill_context_parallel_size=1),
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=list(sizes)),
+        scheduler_config=SimpleNamespace(max_num_seqs=400),
+    )
+
+
+def step(query_lens: list[int], padding: int = 0) -> SimpleNamespace:
+    generator = torch.Generator().manual_seed(len(query_lens))
+    start = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
+    lengths = torch.randint(0, 99, (len(query_lens),), generator=generator, dtype=torch.int32)
+    return SimpleNamespace(
+        query_start_loc_cpu=start,
+        seq_lens=lengths + torch.tensor(query_lens, dtype=torch.int32),
+        table=torch.randint(0, 99, (len(query_lens), 7), generator=generator, dtype=torch.int32),
+        num_actual_tokens=int(start[-1]) + padding,
+        max_query_len=max(query_lens),
+    )
+
+
+STEPS = [
+    step([1, 1, 1]),
+    step([4, 4]),
+    step([4, 1, 3, 2], padding=6),
+    step([2] * 30),
+    step([1, 2, 9]),
+    step([4] * 128),
+    step([4] * 129),
+]
+
+
+@pytest.mark.parametrize("release", ROWWISE)
+def test_rows_of_decode(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock, patch, overlay, _ = builders(release, monkeypatch)
+    ours, theirs, bare = (cls(None, [], settings(), "cpu") for cls in (overlay, patch, stock))
+    differ = 0
+    for common in STEPS:
+        (threshold, found), (expected, wanted) = (builder.build(0, common) for builder in (theirs, ours))
+        assert threshold == expected
+        for name in ("seq_lens_device", "block_table_tensor"):
+            assert torch.equal(found[name], wanted[name])
+            differ += found[name].shape != bare.build(0, common)[1][name].shape
+    assert differ, "stock vLLM gives rows too"
+    assert [(b.reorder_batch_threshold, b.build(0, STEPS[-1])[0]) for b in (ours, theirs)] == [(4, 1)] * 2
+    first = [builder.build(0, STEPS[1])[1]["seq_lens_device"].data_ptr() for builder in (theirs, ours)]
+    again = [builder.build(0, STEPS[2])[1]["seq_lens_device"].data_ptr() for builder in (theirs, ours)]
+    assert first == again, "the address changed"
+    for builder in (theirs, ours):
+        with pytest.raises(RuntimeError, match="60 query tokens is to be captured"):
+            builder.build_for_cudagraph_capture(STEPS[3])
+        builder.build_for_cudagraph_capture(STEPS[1])
+
+
+@pytest.mark.parametrize("release", ROWWISE)
+def test_what_graphs_are_promised(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock, patch, overlay, support = builders(release, monkeypatch)
+    for said in support:
+        stock._cudagraph_support = said
+        answers = [
+            [cls.get_cudagraph_support(config, group).name for cls in (patch, overlay)]
+            for config in (settings(), settings(k=None), settings(dcp=2))
+            for group in (SimpleNamespace(), SimpleNamespace(non_causal_multi_token_decode=True))
+        ]
+        assert all(theirs == ours for theirs, ours in answers)
+        assert answers[0] == ["UNIFORM_BATCH"] * 2

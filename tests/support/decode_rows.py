@@ -149,7 +149,8 @@ def settings(
         "v_head_dim": latent,
     }
     prefill = SimpleNamespace(prepare_metadata=lambda metadata: None)
-    layer = SimpleNamespace(prefill_backend=SimpleNamespace(clone=lambda: prefill), **dims)
+    prefill.clone = lambda: prefill
+    layer = SimpleNamespace(prefill_backend=prefill, **dims)
     speculative = None if k is None else SimpleNamespace(num_speculative_tokens=k, parallel_drafting=False)
     return SimpleNamespace(
         model_config=SimpleNamespace(

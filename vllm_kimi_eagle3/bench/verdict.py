@@ -344,8 +344,8 @@ def _wall(e: Evidence) -> Verdict | None:
             " speed without speculation",
             f"a verify step costs {cost:.1f} ordinary steps, and brings {e.acceptance_length:.2f} tokens",
         ),
-        "look for a verify step outside CUDA graphs or on a prefill kernel (TRITON_MLA up to vLLM 0.30, D19); try"
-        " another attention backend or fewer draft tokens",
+        "look for a verify step outside CUDA graphs or on a prefill kernel (TRITON_MLA up to vLLM 0.30 where D19 is not"
+        " mended); try another attention backend or fewer draft tokens",
     )
 
 

@@ -18,6 +18,7 @@ and every other backend. A batch of more rows than :func:`most_rows` says takes 
 from __future__ import annotations
 
 import ast
+import importlib
 import itertools
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,7 @@ _DECODE_PARAMETERS = (
     "num_decode_tokens",
     "dcp_tot_seq_lens_device",
 )
+_RESERVES = ("_compute_num_kv_splits(self.model_config.max_model_len, ", "lse_dim = self.mla_dims.kv_lora_rank + 1")
 _LARGEST_DEFAULT_GRAPH = 512
 _SEVERAL = tuple(itertools.product(("", ": ClassVar[QueryLenSupport]"), ("UNIFORM", "VARLEN")))
 
@@ -78,6 +80,9 @@ def probe(tree: SourceTree) -> Verdict:
         return Verdict(Need.REFUSED, f"{_BUILD_DECODE} is not the hook that is known")
     if "require_uniform=self.query_len_support != QueryLenSupport.VARLEN" not in tree.text(_BUILD):
         return Verdict(Need.REFUSED, f"{_BUILD} tells decodes from prefills in a way that is not known")
+    reserved = f"{builder}._reserve_attn_logits_workspace"
+    if tree.has(reserved) and not all(text in tree.text(reserved) for text in _RESERVES):
+        return Verdict(Need.REFUSED, f"{reserved} sizes the kernel's scratch memory in a way that is not known")
     return Verdict(Need.APPLY, "TRITON_MLA verifies draft tokens by its prefill path")
 
 
@@ -101,9 +106,10 @@ def graph_rows(vllm_config: Any, tokens: int) -> int:
 def most_rows(vllm_config: Any, tokens: int) -> int:
     """How many rows the decode path takes; a larger batch verifies by the prefill path, as in stock vLLM.
 
-    The kernel's scratch memory is proportional to this: in one 96 GB GPU's share of Kimi-K2.5 with a context of 262,144
-    tokens a row needs 6 MB. Stock vLLM needs ``max_num_seqs`` rows, and some releases reserve it after they measured
-    how much memory is left, so ``k + 1`` times as much might not be there.
+    The kernel's scratch memory is proportional to this: heads x splits x (latent + 1) float32 a row, which for a rank
+    of Kimi-K2.5 at tensor parallel 8, a context of 262,144 tokens and a GPU of 188 multiprocessors is
+    8 x 376 x 513 x 4 bytes, 6 MB. Stock vLLM needs ``max_num_seqs`` rows, and some releases reserve it after they
+    measured how much memory is left, so ``k + 1`` times as much might not be there.
     """
     sequences = vllm_config.scheduler_config.max_num_seqs
     return min(sequences * tokens, max(sequences, _LARGEST_DEFAULT_GRAPH, graph_rows(vllm_config, tokens)))
@@ -205,15 +211,14 @@ def _decode_rows(common_attn_metadata: Any, tokens: int) -> int:
 def reserve(builder: Any, rows: int) -> None:
     """Grow the shared workspace to what the kernel's forward asks for with that many rows, before it is locked."""
     import torch
-    from vllm.platforms import current_platform
-    from vllm.v1.attention.backends.mla import triton_mla
-    from vllm.v1.worker.workspace import current_workspace_manager, is_workspace_manager_initialized
 
-    if not is_workspace_manager_initialized():
+    triton_mla: Any = importlib.import_module(_MODULE)  # what it takes the memory with, whatever that imports
+    if not triton_mla.is_workspace_manager_initialized():
         return
-    splits = triton_mla._compute_num_kv_splits(builder.model_config.max_model_len, current_platform.num_compute_units())
+    units = triton_mla.current_platform.num_compute_units()
+    splits = triton_mla._compute_num_kv_splits(builder.model_config.max_model_len, units)
     shape = (rows, builder.num_heads, splits, builder.mla_dims.kv_lora_rank + 1)
-    current_workspace_manager().get_simultaneous((shape, torch.float32))
+    triton_mla.current_workspace_manager().get_simultaneous((shape, torch.float32))
 
 
 def install(installer: Installer) -> None:

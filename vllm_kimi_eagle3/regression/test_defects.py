@@ -2,7 +2,7 @@
 """One test a defect, by its id: what vLLM does, whoever made it so.
 
 ``docs/COMPATIBILITY.md`` lists the defects by release. D14 and D20, checks of what a user configures, are the overlay's
-alone, and D9, D19, D24 and C4 are known and not mended: they have no test here, nor has what
+alone, D9 is part of D19, and D24 and C4 are known and not mended: they have no test here, nor has what
 ``settings.UNTESTED`` names.
 
 Where a vLLM's CPU engine refuses speculation, or to see either runner's own code, the parts are looked at apart
