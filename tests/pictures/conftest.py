@@ -102,8 +102,22 @@ def oracle(pictures_pair: dict[str, Path]) -> Callable[[str, str], CheckpointOra
 
 
 @pytest.fixture(scope="session")
+def rounding_of() -> Callable[[list[Served], CheckpointOracle], Tensor | None]:
+    """What half precision costs the reference on some requests; None in float32."""
+
+    def of(requests: list[Served], reference: CheckpointOracle) -> Tensor | None:
+        found = rounding(requests, reference, len(BOUNDARIES))
+        # vLLM's vision tower rounds in more places than the reference's: its embeddings are twice as far away.
+        return None if found is None else 1.5 * found
+
+    return of
+
+
+@pytest.fixture(scope="session")
 def floor(
-    served: Callable[[str, str], list[Served]], oracle: Callable[[str, str], CheckpointOracle]
+    served: Callable[[str, str], list[Served]],
+    oracle: Callable[[str, str], CheckpointOracle],
+    rounding_of: Callable[[list[Served], CheckpointOracle], Tensor | None],
 ) -> Callable[[str], Tensor | None]:
     """What half precision costs the reference in a setting: one prompt alone has too few rows to tell."""
 
@@ -111,9 +125,7 @@ def floor(
     def of(name: str) -> Tensor | None:
         s = SETTINGS[name]
         every = [one for situation in s.rounds if situation not in MEASURED for one in served(name, situation)]
-        found = rounding(every, oracle(s.drafter, s.media), len(BOUNDARIES))
-        # vLLM's vision tower rounds in more places than the reference's: its embeddings are twice as far away.
-        return None if found is None else 1.5 * found
+        return rounding_of(every, oracle(s.drafter, s.media))
 
     return of
 

@@ -28,7 +28,18 @@ def ids(pairs: list[tuple[str, str]]) -> list[str]:
 @pytest.mark.parametrize(("name", "situation"), EVERY, ids=ids(EVERY))
 def test_the_drafter_receives_what_it_should(name: str, situation: str, judged: Callable[..., Comparison]) -> None:
     found = judged(name, situation)
-    assert found.ok, found.problems or {n: s.to_json() for n, s in found.situations.items() if not s.ok}
+    # In half precision a few calls are too few to tell wrong drafts from near-ties: see below.
+    right = found.ok if DTYPE == "float32" else found.inputs_ok
+    assert right, found.problems or {n: s.to_json() for n, s in found.situations.items() if not s.ok}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_no_more_drafts_are_wrong_than_rounding_makes_wrong(name: str, judged: Callable[..., Comparison]) -> None:
+    found = [judged(name, situation) for situation in SETTINGS[name].rounds if situation not in MEASURED]
+    ours, noise = ([c.drafts for c in found], [c.rounded_drafts for c in found])
+    of = sum(position[1] for drafts in ours for position in drafts)
+    wrong, rounded = (sum(p[0] for drafts in kind for p in drafts) for kind in (ours, noise))
+    assert of > 50 and wrong <= 2 * rounded + (0 if DTYPE == "float32" else 0.05 * of)
 
 
 @pytest.mark.parametrize(("name", "situation"), WITH_PICTURES, ids=ids(WITH_PICTURES))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,13 @@ from settings_pictures import (
     ask,
     scene,
 )
+from torch import Tensor
 
 from vllm_kimi_eagle3.reference import Vision
 from vllm_kimi_eagle3.regression.engine import EngineRun, run_engine, served_of
 from vllm_kimi_eagle3.regression.pictures import about_a_picture
 from vllm_kimi_eagle3.verify.compare import compare
+from vllm_kimi_eagle3.verify.drive import Served
 from vllm_kimi_eagle3.verify.oracle import CheckpointOracle
 
 pytestmark = pytest.mark.engine
@@ -55,9 +58,17 @@ def run(
 
 
 def test_all_parts_agree_on_the_tokenizer_s(
-    run: EngineRun, pictures_pair: dict[str, Path], vision: Vision, rounded_vision: Vision | None
+    run: EngineRun,
+    pictures_pair: dict[str, Path],
+    vision: Vision,
+    rounded_vision: Vision | None,
+    rounding_of: Callable[[list[Served], CheckpointOracle], Tensor | None],
 ) -> None:
-    assert run.result["placeholders"] == {"target": 266, "drafter": 266, "config": [266]}
+    ids = run.result["placeholders"]
+    if run.result["runner"] == "V1":
+        assert ids == {"target": 266, "drafter": 266, "config": [266]}
+    else:  # V2's drafters go by the mask and know no id; nor is there anybody to read the configuration's old name
+        assert ids["target"] == 266 and ids["drafter"] is None and 266 in ids["config"]
     served = served_of(run.result["rounds"][0], REQUESTS, vision, rounded_vision)
     folders = pictures_pair["pictures"], pictures_pair["pictures_gqa"]
     oracle = CheckpointOracle(*folders, BOUNDARIES, getattr(torch, DTYPE), drafter_media="embedding")
@@ -67,7 +78,8 @@ def test_all_parts_agree_on_the_tokenizer_s(
         BOUNDARIES,
         dtype=DTYPE,
         embedding_bar=EMBEDDING_BAR,
+        floor=rounding_of(served, oracle),
         block_size=run.result["block_size"],
         max_model_len=MAX_MODEL_LEN,
     )
-    assert found.ok, found.problems
+    assert found.ok if DTYPE == "float32" else found.inputs_ok, found.problems

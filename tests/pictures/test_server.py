@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from settings_pictures import DTYPE, HELD_OUT
+from settings_pictures import DTYPE, HELD_OUT, ON_GPU
 
 from vllm_kimi_eagle3.bench.client import Client, ServerError
 from vllm_kimi_eagle3.bench.serve import serve
@@ -44,6 +44,8 @@ def server(pictures_pair: dict[str, Path], tmp_path_factory: pytest.TempPathFact
     drafter = {"method": "eagle3", "model": str(pictures_pair["pictures_gqa"]), "num_speculative_tokens": 3}
     arguments = ["--dtype", DTYPE, "--enforce-eager", "--max-model-len", "384", "--max-num-seqs", "4"]
     arguments += ["--limit-mm-per-prompt", '{"vision_chunk": 2}', "--speculative-config", json.dumps(drafter)]
+    if ON_GPU:  # which other engines share
+        arguments += ["--gpu-memory-utilization", "0.06", "--kv-cache-memory-bytes", str(1 << 30)]
     choice = {"kimi_eagle3": {"layer_rule": "output", "drafter_media": "embedding"}}
     arguments += ["--additional-config", json.dumps(choice)]
     folder = tmp_path_factory.mktemp("server")
