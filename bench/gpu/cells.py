@@ -142,6 +142,8 @@ def measure(cell: Cell, runs: Runs, cache: Path | None) -> dict[str, Any]:
     else:
         captured = run.result["captured"]
         result |= {"runner": run.result["runner"], "captured": captured, "block_size": run.result["block_size"]}
+        states = run.result.get("states", {})
+        result["applied"] = [fix for fix, state in states.items() if state == "APPLIED"]
         result["lines"] = sorted({line.partition("] ")[2][:160] for line in run.log.splitlines() if LINES.search(line)})
         counters = [r["counters"] for r in run.result["rounds"]]
         accepted, drafted = (sum(c[f"num_{w}_tokens"][0] for c in counters) for w in ("accepted", "draft"))
