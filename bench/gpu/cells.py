@@ -15,9 +15,10 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.metadata
-import json
 import re
+import shlex
 import statistics
+import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from campaign import count, duration, need_gpus, result_file, write
 
 from vllm_kimi_eagle3.regression.engine import EngineFailed, Request, run_engine, served_of
 from vllm_kimi_eagle3.regression.runs import Runs, make_pair
@@ -182,18 +184,32 @@ def measure(cell: Cell, runs: Runs, cache: Path | None) -> dict[str, Any]:
     return result
 
 
+def pattern(text: str) -> str:
+    """An argument: a regular expression."""
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text} is no regular expression: {error}") from None
+    return text
+
+
 def main() -> int:
     """Run the cells and write the results after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="where the results go (JSON)")
+    parser.add_argument("--out", type=result_file, required=True, help="where the results go (JSON)")
     parser.add_argument("--runners", nargs="+", default=["V2", "V1"], choices=list(RUNNERS))
-    parser.add_argument("--only", default="", metavar="REGEX", help="only the cells whose name it finds")
-    parser.add_argument("--at-once", type=int, default=12, help="engines that run at the same time")
-    parser.add_argument("--seconds", type=float, default=1e9, help="start no further cell after this time")
+    parser.add_argument("--only", type=pattern, default="", metavar="REGEX", help="only the cells whose name it finds")
+    parser.add_argument("--at-once", type=count, default=12, help="engines that run at the same time")
+    parser.add_argument("--seconds", type=duration, default=1e9, help="start no further cell after this time")
     options = parser.parse_args()
     started = time.monotonic()
-    torch.set_num_threads(2)
     chosen = [cell for cell in cells(options.runners) if re.search(options.only, cell.name)]
+    if not chosen:
+        parser.error(
+            f"--only {options.only}: no cell has such a name; without --only all {len(cells(options.runners))} run"
+        )
+    need_gpus(parser, 1)
+    torch.set_num_threads(2)
     groups: dict[str, list[Cell]] = {}
     for cell in chosen:
         groups.setdefault(cell.chain or cell.name, []).append(cell)
@@ -203,7 +219,7 @@ def main() -> int:
         "hardware": torch.cuda.get_device_name(),
         "vllm": importlib.metadata.version("vllm"),
         "torch": torch.__version__,
-        "command": "python bench/gpu/cells.py --out RESULT.json",
+        "command": shlex.join(["python", "bench/gpu/cells.py", *sys.argv[1:]]),
     }
     results: dict[str, dict[str, Any]] = {}
 
@@ -235,7 +251,7 @@ def main() -> int:
                 )
             report["results"] = [results[cell.name] for cell in chosen if cell.name in results]
             report["not_run"] = [cell.name for cell in chosen if cell.name not in results]
-            options.out.write_text(json.dumps(report, indent=1))
+            write(options.out, report)
     return int(bool(report["not_run"]) or not all(r["ok"] for r in results.values()))
 
 

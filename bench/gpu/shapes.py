@@ -18,6 +18,14 @@ RESERVED = 12e9
 """Bytes for activations, workspaces, graphs and CUDA itself, beside weights and cache."""
 
 
+LEAST_LAYERS = 7
+"""With fewer, two of the three layers that the drafter reads would be one."""
+
+
+class Unfit(ValueError):
+    """No pair of that size can be measured; one sentence."""
+
+
 @dataclass
 class Shape:
     """A pair's configurations, and the cells to measure."""
@@ -132,17 +140,21 @@ def fit(shape: Shape, layers: int | None = None, free: int | None = None) -> Non
         free: bytes of the GPU's; given, as many layers are taken as fit beside the cache of the largest cell.
 
     Raises:
-        ValueError: not even 6 layers fit.
+        Unfit: that is less than ``LEAST_LAYERS``.
     """
-    if layers:
+    if layers is not None:
+        if layers < LEAST_LAYERS:
+            raise Unfit(f"--layers is {layers}, but {LEAST_LAYERS} or more were expected")
         shape.target["num_hidden_layers"] = layers
     elif free is not None:
         rest, layer = shape.weight_bytes()
         layer += shape.cache_bytes(1) - shape.cache_bytes(0)
         layers = int((free - RESERVED - rest - shape.cache_bytes(0)) // layer) + 1  # and the dense one, in the rest
         shape.target["num_hidden_layers"] = min(61, layers)
-        if layers < 6:
-            raise ValueError(f"{free / 1e9:.0f} GB are free: not enough for 6 layers of this shape; see --layers")
+        if layers < LEAST_LAYERS:
+            raise Unfit(
+                f"{free / 1e9:.0f} GB are free, too little for {LEAST_LAYERS} layers; lower --contexts or --concurrency"
+            )
     length = max(shape.contexts) + ROOM
     count = shape.target["num_hidden_layers"]
     for config in (shape.target, shape.drafter):

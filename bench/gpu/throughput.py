@@ -45,7 +45,8 @@ from typing import Any, TextIO
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import throughput_report
-from shapes import ROOM, Shape, fit, shape_of
+from campaign import count, counts, duration, need_gpus, result_file, write
+from shapes import ROOM, Shape, Unfit, fit, shape_of
 from step_profile import profile_steps
 
 from vllm_kimi_eagle3.patching.release import installed_release
@@ -280,13 +281,6 @@ def line_of(cell: dict[str, Any]) -> str:
     )
 
 
-def write(path: Path, data: dict[str, Any]) -> None:
-    """By a temporary file in the same folder."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(data, indent=1) + "\n")
-    partial.replace(path)
-
-
 def header(options: argparse.Namespace, shape: Shape) -> dict[str, Any]:
     """What a result says of itself."""
     import torch
@@ -319,7 +313,11 @@ def header(options: argparse.Namespace, shape: Shape) -> dict[str, Any]:
 
 
 def prepare(options: argparse.Namespace) -> Shape:
-    """The environment of the engine, and the pair that fits the GPU. Before vLLM is imported."""
+    """The environment of the engine, and the pair that fits the GPU. Before vLLM is imported.
+
+    Raises:
+        Unfit: there is no such pair.
+    """
     off = "stock" if options.tiny else "off"  # vLLM's CPU engine does not run these targets as it is
     os.environ["VLLM_KIMI_EAGLE3"] = "on" if options.variant == "overlay" else off
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -332,16 +330,11 @@ def prepare(options: argparse.Namespace) -> Shape:
     shape.contexts = options.contexts or shape.contexts
     shape.concurrency = options.concurrency or shape.concurrency
     free = None
-    if not options.tiny:
+    if options.mode == "share" and not options.tiny:
         import torch
 
-        if not torch.cuda.is_available():
-            raise SystemExit("no GPU is visible; on a CPU, --tiny tries the script")
         free = torch.cuda.mem_get_info()[0]
-    try:
-        fit(shape, options.layers, free if options.mode == "share" else None)
-    except ValueError as error:
-        raise SystemExit(f"throughput: {error}") from None
+    fit(shape, options.layers, free)
     return shape
 
 
@@ -406,6 +399,8 @@ def run_cells(options: argparse.Namespace, started: float) -> int:
                 write(options.out, report)
     except OutOfTime:
         _silence()
+        if options.meet is not None:
+            arrive(options.meet, options.out.name)
         say(f"time is up after {options.seconds} s; not run: {report['not_run']}")
     except Exception as error:
         _silence()
@@ -591,11 +586,6 @@ def run_cost(options: argparse.Namespace, started: float) -> int:
     return 0 if report["cells"] and "error" not in report else 1
 
 
-def numbers(text: str) -> list[int]:
-    """ "1,4,16" as a list."""
-    return [int(part) for part in text.split(",")]
-
-
 def rates(text: str) -> list[float]:
     """ ".65,.40,.25" as a list of shares that don't grow."""
     found = [float(part) for part in text.split(",")]
@@ -610,16 +600,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mode", choices=("context", "share", "cost"))
     parser.add_argument("--variant", choices=("none", "stock", "overlay"), default="none")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where the result goes (JSON)")
-    parser.add_argument("--seconds", type=float, default=600, help="stop after this time, with what there is")
-    parser.add_argument("--k", type=int, default=3, help="draft tokens a step")
+    parser.add_argument("--out", type=result_file, metavar="FILE", help="where the result goes (JSON)")
+    parser.add_argument("--seconds", type=duration, default=600, help="stop after this time, with what there is")
+    parser.add_argument("--k", type=count, default=3, help="draft tokens a step")
     parser.add_argument(
         "--acceptance", type=rates, default=[0.65, 0.40, 0.25], help="of share, by position, cumulative"
     )
-    parser.add_argument("--contexts", type=numbers, metavar="N,M", help="instead of the mode's")
-    parser.add_argument("--concurrency", type=numbers, metavar="N,M", help="instead of the mode's; cost: batches")
-    parser.add_argument("--steps", type=int, help="measured steps of each cell")
-    parser.add_argument("--layers", type=int, help="instead of the mode's; share: instead of what fits")
+    parser.add_argument("--contexts", type=counts, metavar="N,M", help="instead of the mode's")
+    parser.add_argument("--concurrency", type=counts, metavar="N,M", help="instead of the mode's; cost: batches")
+    parser.add_argument("--steps", type=count, help="measured steps of each cell")
+    parser.add_argument("--layers", type=count, help="instead of the mode's; share: instead of what fits")
     parser.add_argument("--backend", default=None, help="MLA backend (default TRITON_MLA; of cost: vLLM's own choice)")
     parser.add_argument("--drafter-backend", help="the drafter's attention backend, where releases have that key")
     parser.add_argument("--runner", choices=("default", "V1", "V2"), default="default", help="model runner")
@@ -630,7 +620,7 @@ def main() -> int:
     parser.add_argument(
         "--meet", type=Path, metavar="DIR", help="start beside other runs that name it, then take turns"
     )
-    parser.add_argument("--parties", type=int, default=1, metavar="N", help="how many runs meet there")
+    parser.add_argument("--parties", type=count, default=1, metavar="N", help="how many runs meet there")
     parser.add_argument("--tiny", action="store_true", help="small shapes on the CPU, to try the script")
     parser.add_argument(
         "--report", nargs="+", type=Path, metavar="FILE", help="join results into tables, with the bars"
@@ -643,11 +633,20 @@ def main() -> int:
         return throughput_report.main(options.report, options.upstream, as_json=options.json)
     if options.mode is None or options.out is None:
         parser.error("--mode and --out, or --report")
+    if options.meet is not None and options.mode == "cost":
+        parser.error("--meet is for context and share; cost starts its own two engines")
+    if options.meet is not None and (options.meet / f"{options.out.name}.here").exists():
+        parser.error(f"--meet {options.meet}: a run with this --out has met there before; give another folder")
+    if not options.tiny:
+        need_gpus(parser, 1)
     if options.backend is None:
         options.backend = "default" if options.tiny or options.mode == "cost" else "TRITON_MLA"
     if options.child:
         return serve_blocks(options)
-    return run_cost(options, started) if options.mode == "cost" else run_cells(options, started)
+    try:
+        return run_cost(options, started) if options.mode == "cost" else run_cells(options, started)
+    except Unfit as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

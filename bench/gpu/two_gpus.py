@@ -16,6 +16,7 @@ import datetime
 import importlib.metadata
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from campaign import count, duration, need_gpus, result_file, write
 
 from vllm_kimi_eagle3.bench.client import Answer, Client, ServerError
 from vllm_kimi_eagle3.bench.serve import serve
@@ -120,7 +122,7 @@ def served(name: str, pair: dict[str, Path], folder: Path) -> dict[str, Any]:
             with ThreadPoolExecutor(8) as pool:
                 answers = list(pool.map(ask, prompts))
             counters = client.counters()
-            result |= {"acceptance_rate": counters.accepted / counters.drafted, "drafted": counters.drafted}
+            result |= {"acceptance_rate": counters.accepted / max(1, counters.drafted), "drafted": counters.drafted}
             result["text"] = [a.token_ids for a in answers]
     except ServerError as error:
         result["error"] = str(error)[-600:]
@@ -128,17 +130,18 @@ def served(name: str, pair: dict[str, Path], folder: Path) -> dict[str, Any]:
     wanted = str(RIGHT)
     said = {line.partition(")")[0].lstrip("(") for line in lines if f"boundaries {wanted}" in line}
     result |= {"boundaries_said_by": sorted(said), "log": "\n".join(lines)[-6000:]}
-    result["ok"] = "error" not in result and bool(said)
+    result["ok"] = "error" not in result and bool(said) and result["drafted"] > 0
     return result
 
 
 def main() -> int:
     """Run the cases and write the results after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="where the results go (JSON)")
-    parser.add_argument("--at-once", type=int, default=4, help="cases that run at the same time")
-    parser.add_argument("--seconds", type=float, default=1e9, help="start no further case after this time")
+    parser.add_argument("--out", type=result_file, required=True, help="where the results go (JSON)")
+    parser.add_argument("--at-once", type=count, default=4, help="cases that run at the same time")
+    parser.add_argument("--seconds", type=duration, default=1e9, help="start no further case after this time")
     options = parser.parse_args()
+    need_gpus(parser, 2)
     started = time.monotonic()
     names = [*SERVED, *VERIFIED]
     report: dict[str, Any] = {
@@ -146,7 +149,7 @@ def main() -> int:
         "hardware": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}",
         "vllm": importlib.metadata.version("vllm"),
         "torch": torch.__version__,
-        "command": "python bench/gpu/two_gpus.py --out RESULT.json",
+        "command": shlex.join(["python", "bench/gpu/two_gpus.py", *sys.argv[1:]]),
     }
     results: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(options.at_once) as pool:
@@ -180,12 +183,15 @@ def main() -> int:
             ordered = [results[n] for n in names if n in results]
             report["results"] = [{k: v for k, v in r.items() if k != "text"} for r in ordered]
             report["not_run"] = [n for n in names if n not in results]
-            options.out.write_text(json.dumps(report, indent=1))
+            write(options.out, report)
     return int(bool(report["not_run"]) or not all(r["ok"] for r in results.values()))
 
 
 def compared(results: dict[str, dict[str, Any]]) -> None:
-    """Hold each server to the one with one engine: within two points, and no more than near-ties of other tokens."""
+    """Hold each server to the one with one engine: acceptance within two points, and most of the greedy text.
+
+    In bf16 another batch takes another turn at a near-tie; a wrong model's text is another one from the start.
+    """
     for name, result in results.items():
         one = results.get(f"{name[:2]}, served by one", {})
         if "text" not in result or "text" not in one:
@@ -194,7 +200,9 @@ def compared(results: dict[str, dict[str, Any]]) -> None:
         result["tokens_equal_to_one"] = sum(a == b for a, b in pairs) / len(pairs)
         away = abs(result["acceptance_rate"] - one["acceptance_rate"])
         engines = 2 if "DP 2" in name else 1
-        result["ok"] = away < 0.02 and len([s for s in result["boundaries_said_by"] if "EngineCore" in s]) == engines
+        said = len([s for s in result["boundaries_said_by"] if "EngineCore" in s])
+        alike = away < 0.02 and result["tokens_equal_to_one"] > 0.5
+        result["ok"] = alike and said == engines and result["drafted"] > 0
 
 
 if __name__ == "__main__":

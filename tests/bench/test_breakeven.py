@@ -123,7 +123,7 @@ def test_what_bench_says_of_it() -> None:
     assert said(1.9, 20, 1).endswith("fastest k by these rates: 0 (0: no speculation)")
     assert said(2.2, 65, 40, 25).endswith("fastest k by these rates: 1 to 3")
     # A server's counters may be nonsense.
-    assert said(2.0, 40, 65) == said(2.0) == said(2.0, 101) == ""
+    assert said(2.0, 40, 65) == said(2.0) == said(2.0, 101) == said(2.0, 40, -5) == said(-0.5, 40, 20) == ""
     assert bench._break_even(None, None) == {"break_even_acceptance": None, "best_k": None}
 
 

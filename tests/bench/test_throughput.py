@@ -174,7 +174,7 @@ def test_layers_fill_the_gpu_and_no_more() -> None:
     assert shape.drafter["eagle_aux_hidden_state_layer_ids"] == [2, layers // 2, layers - 3]
     shapes.fit(shape, layers=9, free=free)
     assert shape.target["num_hidden_layers"] == 9
-    with pytest.raises(ValueError, match="not enough for 6 layers"):
+    with pytest.raises(ValueError, match="too little for 7 layers"):
         shapes.fit(shape, free=30 * 10**9)
 
 

@@ -15,7 +15,7 @@ from browser import needs_browser, picture
 from torch import Tensor
 
 from vllm_kimi_eagle3.verify.capture import Call
-from vllm_kimi_eagle3.verify.compare import Comparison, _embeddings, compare
+from vllm_kimi_eagle3.verify.compare import Comparison, _embeddings, compare, rounding
 from vllm_kimi_eagle3.verify.drive import Served
 from vllm_kimi_eagle3.verify.report import Facts, block, html, to_json
 
@@ -199,6 +199,20 @@ def test_the_bar_is_twice_the_rounding_of_a_same_dtype_reference() -> None:
     assert judge(one, oracle=Oracle(floor=0.002), dtype="bfloat16").ok
     assert not judge(one, oracle=Oracle(floor=0.001), dtype="bfloat16").ok
     assert not judge(one, oracle=Oracle(floor=0.002), dtype="bfloat16", bar=0.001).ok
+
+
+def test_the_rounding_of_more_requests_may_be_the_bar_of_few() -> None:
+    one = served()
+    one.calls[1].rows = one.calls[1].rows * 1.003
+    right, coarse = Oracle(floor=0.001), rounding([served(), served()], Oracle(floor=0.002), 2)
+    assert coarse is not None and coarse.shape == (2 * 10, 2)
+    assert not judge(one, oracle=right, dtype="bfloat16").ok
+    assert judge(one, oracle=right, dtype="bfloat16", floor=coarse).ok
+    assert not judge(one, oracle=Oracle(floor=0.002), dtype="bfloat16", floor=coarse / 2).ok, "its own does not count"
+    # Where a bar is given, or everything is exact, rounding excuses nothing.
+    assert not judge(one, oracle=right, dtype="bfloat16", floor=coarse, bar=0.001).ok
+    assert not judge(one, oracle=right, floor=coarse).ok
+    assert rounding([one], Oracle(), 2) is None and rounding([], right, 2) is None
 
 
 def test_one_flipped_row_does_not_widen_the_bar_of_all() -> None:

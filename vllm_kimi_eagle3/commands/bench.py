@@ -119,7 +119,7 @@ def to_json(runs: Sequence[Run], judged: str, verdict: Verdict) -> dict[str, Any
     """
     speedup, main = speedup_of(runs, judged), main_run(runs, judged)
     break_even = None
-    if main is not None and speedup is not None and main.counters.acceptance_length is not None:
+    if main is not None and speedup and main.counters.acceptance_length is not None:
         break_even = main.counters.acceptance_length / speedup
     return {
         "version": __version__,
@@ -295,9 +295,10 @@ def _speedups(runs: Sequence[Run]) -> list[float | None]:
 
 def _break_even(length: float | None, counters: Counters | None) -> dict[str, Any]:
     """What the break-even length means for acceptance, and which k is fastest; by arithmetic."""
-    rates = counters.per_position if counters is not None else None
-    # Counters are a server's word: rates that grow by position are none.
-    if length is None or not rates or rates != sorted(rates, reverse=True) or rates[0] > 1:
+    rates = (counters.per_position if counters is not None else None) or []
+    # Counters are a server's word, and negative where it was started anew: rates that grow by position are none.
+    falling = [1.0, *rates, 0.0]
+    if length is None or length <= 0 or not rates or falling != sorted(falling, reverse=True):
         return {"break_even_acceptance": None, "best_k": None}
     of_drafts, each = (f(length, len(rates)) for f in (breakeven.accepted_for_length, breakeven.share_for_length))
     acceptance = None if of_drafts is None else {"of_drafts": of_drafts, "each": each}

@@ -218,7 +218,8 @@ def compare(
             continue
         tokens, found = _ids_and_positions(one)
         view, embeds = _about(one, oracle)
-        found += _embeddings(one, embeds, embedding_bar or (BARS[dtype] if bar is None else bar))
+        allowed = bar if embedding_bar is None else embedding_bar
+        found += _embeddings(one, embeds, BARS[dtype] if allowed is None else allowed)
         wrong_calls = {index for index, _ in found}
         problems += [text for _, text in found]
         want = view.features(tokens)
