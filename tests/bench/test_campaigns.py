@@ -34,33 +34,44 @@ def test_a_steady_server_is_right() -> None:
         (grown("host_mib", 0.1), [], TEXT),
         (grown("gpu_mib", 0.1), [], TEXT),
         (grown("accepted", -0.2), [], TEXT),
+        *(([look | {key: 0.0} for look in LOOKS], [], TEXT) for key in LOOKS[0]),
         (LOOKS, ["connection reset"], TEXT),
         (LOOKS, [], [(1, 9, 9, 9)] * 5),
     ],
-    ids=["host memory", "GPU memory", "acceptance", "an error", "text"],
+    ids=[
+        *("host memory", "GPU memory", "acceptance"),
+        *("host memory not seen", "GPU memory not seen", "nothing accepted"),
+        *("an error", "text"),
+    ],
 )
 def test_what_a_soak_is_to_find(looks: list[dict[str, float]], errors: list[str], after: list[Any]) -> None:
     assert not soak.verdict(looks, errors, TEXT, TEXT, after)["ok"]
 
 
+BOTH = "EngineCore_DP0 pid=1", "EngineCore_DP1 pid=2"
+
+
 def server(rate: float, *said_by: str) -> dict[str, Any]:
-    return {"ok": True, "acceptance_rate": rate, "text": TEXT, "boundaries_said_by": list(said_by)}
+    return {"ok": True, "acceptance_rate": rate, "drafted": 90, "text": TEXT, "boundaries_said_by": list(said_by)}
 
 
 @pytest.mark.parametrize(
     ("two", "right"),
     [
-        (server(0.71, "EngineCore_DP0 pid=1", "EngineCore_DP1 pid=2"), True),
+        (server(0.71, *BOTH), True),
         (server(0.71, "EngineCore_DP0 pid=1", "APIServer pid=3"), False),
-        (server(0.60, "EngineCore_DP0 pid=1", "EngineCore_DP1 pid=2"), False),
+        (server(0.60, *BOTH), False),
+        (server(0.71, *BOTH) | {"text": [(1, 2, 3, 9)] * 5}, True),
+        (server(0.71, *BOTH) | {"text": [(1, 8, 9, 9)] * 5}, False),
+        (server(0.71, *BOTH) | {"drafted": 0}, False),
     ],
-    ids=["both engines", "one engine alone", "less accepted"],
+    ids=["both engines", "one engine alone", "less accepted", "a near-tie", "other text", "nothing drafted"],
 )
 def test_data_parallel_is_held_to_one_engine(two: dict[str, Any], right: bool) -> None:
     results = {"V2, served by one": server(0.72, "EngineCore pid=1"), "V2, DP 2": two}
     two_gpus.compared(results)
     assert results["V2, DP 2"]["ok"] is right
-    assert results["V2, served by one"]["ok"] and two["tokens_equal_to_one"] == 1
+    assert results["V2, served by one"]["ok"] and (two["tokens_equal_to_one"] == 1) is (two["text"] == TEXT)
 
 
 def test_every_cell_is_there_once_and_stock_stands_between() -> None:
