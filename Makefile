@@ -17,11 +17,9 @@ demo:
 test:
 	@tools/cpu_engine.sh $(VENV) test
 	@$(MAKE) --no-print-directory lint
-	# A timing has the machine to itself; the rest runs a file a core. test_target.py is for engines that don't speculate:
-	# of this one tests/alignment asks more.
+	# A timing has the machine to itself; the rest runs a file a core.
 	$(VENV)/bin/python -m pytest tests/bench/test_step_time.py
-	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --durations=25 \
-	  --ignore tests/bench/test_step_time.py --ignore tests/engines/test_target.py
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --durations=25 --ignore tests/bench/test_step_time.py
 
 lint:
 	@tools/cpu_engine.sh $(VENV) test
