@@ -128,36 +128,18 @@ def bars(results: Sequence[dict[str, Any]], upstream: str) -> list[dict[str, Any
             for key in sorted({*stock, *overlay}):
                 name = f"{rel}, step at context {key[0]}{of}: overlay / "
                 a, b, c = overlay.get(key), stock.get(key), other.get(key)
-                found.append(
-                    bar(f"{name}stock", _ratio(_median(a), _median(b)), OF_STOCK, least=False, steps=_steps(a, b))
-                )
-                found.append(
-                    bar(
-                        f"{name}{upstream}",
-                        _ratio(_median(a), _median(c)),
-                        OF_UPSTREAM,
-                        least=False,
-                        steps=_steps(a, c),
-                    )
-                )
+                for rival, cell, limit in (("stock", b, OF_STOCK), (upstream, c, OF_UPSTREAM)):
+                    ratio = _ratio(_median(a), _median(cell))
+                    found.append(bar(f"{name}{rival}", ratio, limit, least=False, steps=_steps(a, cell)))
         for rel in _releases(share, upstream):
             stock, overlay = share.get(f"{rel} stock", {}), share.get(f"{rel} overlay", {})
             other = _upstream(share, upstream)
             for key in sorted(key for key in {*stock, *overlay} if key[1] == 1):
                 name = f"{rel}, tok/s at context {key[0]}, concurrency 1{of}: overlay / "
                 a, b, c = overlay.get(key), stock.get(key), other.get(key)
-                found.append(
-                    bar(f"{name}stock", _ratio(_speed(a), _speed(b)), TIMES_STOCK, least=True, steps=_steps(a, b))
-                )
-                found.append(
-                    bar(
-                        f"{name}{upstream}",
-                        _ratio(_speed(a), _speed(c)),
-                        SHARE_OF_UPSTREAM,
-                        least=True,
-                        steps=_steps(a, c),
-                    )
-                )
+                for rival, cell, limit in (("stock", b, TIMES_STOCK), (upstream, c, SHARE_OF_UPSTREAM)):
+                    ratio = _ratio(_speed(a), _speed(cell))
+                    found.append(bar(f"{name}{rival}", ratio, limit, least=True, steps=_steps(a, cell)))
     for result in results:
         if result["mode"] == "cost":
             for cell in result["cells"]:
