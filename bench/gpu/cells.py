@@ -6,8 +6,9 @@
 Needs a CUDA vLLM, this package installed (its entry point must be found), and a GPU with 40 GB free. Each cell is an
 engine of its own that serves the situations of tests/alignment and a batch of 64; every row, id, position and draft is
 compared with the reference, and the rows once more with the boundaries one early and one late, which must be wrong. The
-cells whose name begins with "cache" start one after another in one cache directory. Nothing is timed, so engines run
-side by side. Exit code 1 when a cell is not as it should be.
+cells whose name begins with "cache" start one after another in one cache directory. A backend that vLLM has for other
+GPUs only is to be refused by vLLM. Nothing is timed, so engines run side by side. Exit code 1 when a cell is not as it
+should be.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.metadata
+import multiprocessing
 import re
 import shlex
 import statistics
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,9 @@ from vllm_kimi_eagle3.verify.compare import Comparison, compare
 
 RUNNERS = {"V1": "0", "V2": "1"}
 BACKENDS = ("FLASH_ATTN_MLA", "FLASHMLA", "TRITON_MLA")
+ELSEWHERE = ("CUTLASS_MLA", "FLASHINFER_MLA")
+"""Backends of which vLLM itself may say that this GPU is not theirs (they are Blackwell's); else they are judged."""
+NOT_VALID = "is not valid for this configuration"
 MODES = ("NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 MANY: list[Request] = [(prompt(i % 40, 12 + i), 10, [], i // 8) for i in range(64)]
 """A batch that grows to 64 requests and shrinks again."""
@@ -120,6 +125,8 @@ def cells(runners: list[str]) -> list[Cell]:
             pool = {"num_gpu_blocks_override": 8, **block} if block else TINY_CACHE
             tiny = {**forced, **full, **pool, "max_num_seqs": 8}
             add(f"{backend}, tiny cache", runner, tiny, k=5, rounds=(CROWD, TO_THE_LIMIT))
+        for backend in ELSEWHERE:
+            add(f"{backend}, NONE", runner, {"attention_config": {"backend": backend}})
     return found
 
 
@@ -141,6 +148,8 @@ def measure(cell: Cell, runs: Runs, cache: Path | None) -> dict[str, Any]:
         )
     except EngineFailed as failed:
         result |= {"error": failed.reason, "log": str(failed)[-8000:]}
+        if any(backend in cell.name for backend in ELSEWHERE) and NOT_VALID in failed.reason:
+            result |= {"ok": True, "not_on_this_gpu": True}
     else:
         captured = run.result["captured"]
         result |= {"runner": run.result["runner"], "captured": captured, "block_size": run.result["block_size"]}
@@ -184,6 +193,22 @@ def measure(cell: Cell, runs: Runs, cache: Path | None) -> dict[str, Any]:
     return result
 
 
+_WORKER: list[tuple[Runs, float]] = []
+"""A worker's pair with its references, and the time (monotonic) from which on it starts no cell."""
+
+
+def begin(pair: dict[str, Path], until: float) -> None:
+    """Make this process a worker."""
+    torch.set_num_threads(1)
+    _WORKER.append((Runs(pair, {}), until))
+
+
+def play(group: list[Cell], cache: Path | None) -> list[dict[str, Any]]:
+    """Run cells one after another, as long as there is time."""
+    (runs, until) = _WORKER[0]
+    return [measure(cell, runs, cache) for cell in group if time.monotonic() < until]
+
+
 def pattern(text: str) -> str:
     """An argument: a regular expression."""
     try:
@@ -209,7 +234,6 @@ def main() -> int:
             f"--only {options.only}: no cell has such a name; without --only all {len(cells(options.runners))} run"
         )
     need_gpus(parser, 1)
-    torch.set_num_threads(2)
     groups: dict[str, list[Cell]] = {}
     for cell in chosen:
         groups.setdefault(cell.chain or cell.name, []).append(cell)
@@ -223,22 +247,18 @@ def main() -> int:
     }
     results: dict[str, dict[str, Any]] = {}
 
-    def play(group: list[Cell], folder: Path, runs: Runs) -> list[dict[str, Any]]:
-        cache = folder / f"cache-{group[0].chain}" if group[0].chain else None
-        made = list[dict[str, Any]]()
-        for cell in group:
-            if time.monotonic() - started < options.seconds:
-                made.append(measure(cell, runs, cache))
-        return made
-
-    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(options.at_once) as pool:
+    with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        runs = Runs(make_pair(folder, wide=True), {})
-        # The reference's runs are shared by all, so they are made before anybody waits for them.
-        for kind, dtype in (("gqa", "bfloat16"), ("gqa", "float16"), ("mla", "bfloat16")):
-            for boundaries in (RIGHT, EARLY, LATE):
-                runs.oracle(kind, boundaries, dtype)
-        for done in as_completed([pool.submit(play, group, folder, runs) for group in groups.values()]):
+        pair = make_pair(folder, wide=True)
+        # Comparing a cell takes a core as long as its engine does, so each worker is a process of its own.
+        pool = ProcessPoolExecutor(
+            options.at_once, multiprocessing.get_context("spawn"), begin, (pair, started + options.seconds)
+        )
+        running = [
+            pool.submit(play, group, folder / f"cache-{group[0].chain}" if group[0].chain else None)
+            for group in groups.values()
+        ]
+        for done in as_completed(running):
             for result in done.result():
                 results[result["cell"]] = result
                 if "log" in result:

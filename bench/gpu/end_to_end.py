@@ -6,7 +6,8 @@ Needs a CUDA vLLM, this package installed (its entry point must be found), and o
     python bench/gpu/end_to_end.py --out RESULT.json [--cases NAME ...] [--at-once 6] [--seconds 540]
 
 Each engine is a process of its own; several run at once, since nothing is timed. A case is skipped, and said so in the
-result, when the time is up. bf16, greedy, k = 3, the 40 held-out prompts in one batch, 64 tokens each.
+result, when the time is up. Greedy, k = 3, the 40 held-out prompts in one batch, 64 tokens each; bf16, but for the
+cases of TRITON_MLA: those ask for equal text, and float16 has fewer near-ties.
 """
 
 from __future__ import annotations
@@ -32,6 +33,13 @@ from vllm_kimi_eagle3.tiny_kimi.widen import widen
 RULE = {"additional_config": {"kimi_eagle3": {"layer_rule": "output"}}}
 FORCED = {"attention_config": {"backend": "FLASH_ATTN_MLA"}}
 V1, V2 = ({"VLLM_USE_V2_MODEL_RUNNER": which} for which in "01")
+TRITON = {
+    "attention_config": {"backend": "TRITON_MLA"},
+    "dtype": "float16",
+    "enforce_eager": False,
+    # Without torch.compile: what is asked is whether verify steps in whole graphs write the same text.
+    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+}
 
 # name: (target, drafter, overlay, variables, engine arguments)
 CASES: dict[str, tuple[str, str | None, str, dict[str, str], dict[str, Any]]] = {
@@ -62,6 +70,9 @@ CASES: dict[str, tuple[str, str | None, str, dict[str, str], dict[str, Any]]] = 
     "no auxiliary states, V2, overlay": ("deepseek_v3", "eagle3_gqa_without_states", "on", V2, {}),
     "V2, stock": ("deepseek_v3", "eagle3_gqa_nested", "off", V2, {}),
     "V2, overlay": ("kimi_k25_legacy", "eagle3_gqa_nested", "on", V2, RULE),
+    "TRITON_MLA in graphs, no speculation": ("deepseek_v3", None, "on", {}, TRITON),
+    "TRITON_MLA in graphs, overlay": ("deepseek_v3", "eagle3_gqa_boundary", "on", {}, TRITON),
+    "TRITON_MLA in graphs, MLA drafter": ("deepseek_v3", "eagle3_mla_boundary", "on", {}, TRITON),
 }
 
 
@@ -92,11 +103,10 @@ def measure(pair: dict[str, Path], name: str, requests: list[Any]) -> dict[str, 
             overlay=overlay,
             separate_core=True,
             env={"VLLM_USE_FLASHINFER_SAMPLER": "0", **env},
-            dtype="bfloat16",
             max_num_seqs=64,
             # Kimi's processor wants a tokenizer, even for a server that serves text only.
             skip_tokenizer_init="kimi" not in target,
-            **arguments,
+            **{"dtype": "bfloat16", **arguments},
         )
     except EngineFailed as failed:
         result["error"] = failed.reason
@@ -132,7 +142,7 @@ def main() -> int:
         "hardware": torch.cuda.get_device_name(),
         "vllm": importlib.metadata.version("vllm"),
         "torch": torch.__version__,
-        "settings": "bf16, greedy, k = 3, 40 prompts in one batch, 64 tokens each",
+        "settings": "bf16 (TRITON_MLA: float16), greedy, k = 3, 40 prompts in one batch, 64 tokens each",
         "command": "python bench/gpu/end_to_end.py --out RESULT.json",
     }
     results: dict[str, dict[str, Any]] = {}
@@ -163,10 +173,11 @@ def main() -> int:
 
 
 def compared(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Note how many tokens of each case are those of the first that has any."""
+    """Note how many tokens of each case are those of the first that has any, TRITON_MLA's apart."""
     written = [r for r in results if "output_ids" in r]
     for result in written:
-        pairs = zip(written[0]["output_ids"], result["output_ids"], strict=True)
+        first = next(r for r in written if ("TRITON" in r["case"]) == ("TRITON" in result["case"]))
+        pairs = zip(first["output_ids"], result["output_ids"], strict=True)
         same = [a == b for x, y in pairs for a, b in zip(x, y, strict=True)]
         result["tokens_equal_to_first_case"] = sum(same) / len(same)
     return results

@@ -83,6 +83,8 @@ def test_right_on_two_tensor_parallel_ranks(verify: Any, pair: dict[str, Path]) 
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "cpu x 2" in done.stdout
+    # The executor tells at exit, after the outcome, how its workers ended.
+    assert "[shutdown]" in done.stderr and "[shutdown]" not in done.stdout
     assert "the model captures [4, 7, 9]" in done.stdout
     log = (done.stdout + done.stderr).splitlines()
     workers = {line.partition(")")[0] for line in log if "boundaries (4, 7, 9)" in line}

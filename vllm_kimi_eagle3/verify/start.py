@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from collections.abc import Callable, Generator, Sequence
@@ -87,9 +88,17 @@ def start(parsed: Any, **forced: Any) -> Any:
         raise PlanError(f"the engine did not start: {sentence[:400]}") from None
 
 
+def _end_in_stderr() -> None:
+    sys.stdout.flush()
+    os.dup2(2, 1)
+
+
 @contextmanager
 def quiet_stdout() -> Generator[Callable[[str], None]]:
-    """Everything that prints to stdout goes to stderr, workers and C++ included; the outcome goes to the real one."""
+    """Everything that prints to stdout goes to stderr, workers and C++ included; the outcome goes to the real one.
+
+    So does what is printed while the process ends: vLLM's executor says at exit how its workers went.
+    """
     sys.stdout.flush()
     try:
         real = os.dup(1)
@@ -97,6 +106,8 @@ def quiet_stdout() -> Generator[Callable[[str], None]]:
         yield print
         return
     os.dup2(2, 1)
+    # Functions are called at exit in the order last to first, so vLLM's own come later.
+    atexit.register(_end_in_stderr)
 
     def say(text: str) -> None:
         sys.stdout.flush()
