@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For all tests: one thread for torch, the same generated examples, and one look at each of vLLM's model classes.
+"""For all tests: one thread for torch, the same generated examples, one look at each of vLLM's model classes, and one
+import of what engines have in common.
 
 The reference runs tiny matrices, for which a second thread costs more than it brings, and much more than that on a busy
 machine, where it waits spinning.
 """
 
+import importlib.util
 import os
 
 import pytest
@@ -25,3 +27,25 @@ def model_records_are_shared(tmp_path_factory: pytest.TempPathFactory) -> None:
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     os.environ.setdefault("KIMI_EAGLE3_MODEL_RECORDS", str(shared / "model-records"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with engines first: at the end, short files fill the time in which one process would wait for the other."""
+    slow = {item.path for item in items if item.get_closest_marker("engine")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def engines_are_forked() -> None:
+    """On a CPU; one that has touched a GPU can't be forked."""
+    if importlib.util.find_spec("torch") is None:
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    from zygote import Zygote
+
+    from vllm_kimi_eagle3.regression import engine
+
+    engine.start = Zygote().start

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensor, expert, data and pipeline parallel on two GPUs: every rank is given what one GPU gives, or it is refused.
 
-    python bench/gpu/two_gpus.py --out RESULT.json [--at-once 4] [--seconds 540]
+    python bench/gpu/two_gpus.py --out RESULT.json [--at-once 1] [--seconds 540]
 
 Needs a CUDA vLLM, this package installed (its entry point must be found), and two GPUs. Most cases are the command
 ``verify``: every row of rank 0, and the norm of every row of rank 1, against the reference. Data parallel runs behind
 ``vllm serve``: acceptance and greedy text of both engines against one's. Ray's executor is a case where Ray is
-installed. Nothing is timed. Exit code 1 when a case is not as it should be.
+installed. Nothing is timed, but ranks that wait for each other keep their GPUs busy, so cases run one by one. Exit code
+1 when a case is not as it should be.
 """
 
 from __future__ import annotations
@@ -70,9 +71,18 @@ SERVED: dict[str, tuple[str, list[str]]] = {
 }
 
 
+def nccl() -> dict[str, str]:
+    """vLLM asks for NCCL by its bare name, and goes without where torch has it in a package of its own."""
+    spec = importlib.util.find_spec("nvidia.nccl") if importlib.util.find_spec("nvidia") else None
+    places = (spec and spec.submodule_search_locations) or ()
+    found = [str(path) for place in places for path in Path(place).glob("lib/libnccl.so.2")]
+    return {"VLLM_NCCL_SO_PATH": found[0]} if found and "VLLM_NCCL_SO_PATH" not in os.environ else {}
+
+
 def environment(runner: str, cache: Path) -> dict[str, str]:
     """What an engine of the campaign runs with."""
     return {
+        **nccl(),
         "VLLM_USE_V2_MODEL_RUNNER": RUNNERS[runner],
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_CACHE_ROOT": str(cache),
@@ -144,7 +154,12 @@ def main() -> int:
     """Run the cases and write the results after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=result_file, required=True, help="where the results go (JSON)")
-    parser.add_argument("--at-once", type=count, default=4, help="cases that run at the same time")
+    parser.add_argument(
+        "--at-once",
+        type=count,
+        default=1,
+        help="cases at the same time; ranks that wait for each other keep a GPU busy, so more is slower",
+    )
     parser.add_argument("--seconds", type=duration, default=1e9, help="start no further case after this time")
     options = parser.parse_args()
     need_gpus(parser, 2)

@@ -5,13 +5,17 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+
+from vllm_kimi_eagle3.regression.engine import EngineFailed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench" / "gpu"))
 
 import cells
+import end_to_end
 import soak
 import two_gpus
 
@@ -82,3 +86,53 @@ def test_every_cell_is_there_once_and_stock_stands_between() -> None:
         assert [cell.overlay for cell in every if cell.chain == runner] == ["on", "on", "stock", "on"]
         for backend in cells.BACKENDS:
             assert {f"{runner}, {backend}, {mode}" for mode in cells.MODES} <= set(names)
+
+
+NOT_VALID = "ValueError: Selected backend CUTLASS_MLA is not valid for this configuration. Reason: ['no such GPU']"
+
+
+@pytest.mark.parametrize(
+    ("backend", "error", "right"),
+    [
+        ("CUTLASS_MLA", NOT_VALID, True),
+        ("CUTLASS_MLA", "RuntimeError: CUDA error: an illegal memory access was encountered", False),
+        ("TRITON_MLA", NOT_VALID, False),
+    ],
+    ids=["another GPU's", "another GPU's that fails otherwise", "one that has to run"],
+)
+def test_only_vllm_says_that_a_backend_is_not_this_gpu_s(
+    monkeypatch: pytest.MonkeyPatch, backend: str, error: str, right: bool
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise EngineFailed(error)
+
+    monkeypatch.setattr(cells, "run_engine", fail)
+    (cell,) = [c for c in cells.cells(["V1"]) if c.name == f"V1, {backend}, NONE"]
+    runs = SimpleNamespace(pair={"deepseek_v3": Path(), "eagle3_gqa_boundary": Path()})
+    result = cells.measure(cell, cast("Any", runs), None)
+    assert result["ok"] is right and result["error"] == error
+
+
+def test_text_is_compared_within_a_dtype() -> None:
+    """TRITON_MLA's cases are in float16, and have a baseline of their own."""
+    ids = {
+        "no speculation": [[1, 2]],
+        "overlay": [[1, 3]],
+        "TRITON_MLA, none": [[4, 5]],
+        "TRITON_MLA, overlay": [[4, 5]],
+    }
+    results = end_to_end.compared([{"case": name, "output_ids": output} for name, output in ids.items()])
+    assert [r["tokens_equal_to_first_case"] for r in results] == [1, 0.5, 1, 1]
+
+
+def test_nccl_is_named_where_it_is_a_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    library = tmp_path / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    for part in ("nvidia", "nvidia.nccl"):
+        monkeypatch.delitem(sys.modules, part, raising=False)
+    monkeypatch.delenv("VLLM_NCCL_SO_PATH", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert two_gpus.nccl() == {"VLLM_NCCL_SO_PATH": str(library)}
+    monkeypatch.setenv("VLLM_NCCL_SO_PATH", "the user's")
+    assert two_gpus.nccl() == {}

@@ -227,15 +227,11 @@ def main(job_file: str, result_file: str) -> None:
         Path(result_file).write_text(json.dumps(play(job["only"], job)))
         return
 
-    def everything() -> dict[str, Any]:
-        for name in (*GATED, "vllm.engine.arg_utils"):
-            importlib.import_module(name)
-        return {"names": [name for name in sys.modules if not name.startswith("vllm")]}
+    sys.path.append(str(Path(__file__).parents[1] / "support"))
+    from zygote import import_what_vllm_imports
 
-    for name in forked(everything)["names"]:
-        with contextlib.suppress(Exception):
-            importlib.import_module(name)
-    assert not [name for name in sys.modules if name.startswith("vllm.")]
+    sys.path.pop()
+    import_what_vllm_imports((*GATED, "vllm.engine.arg_utils"))
     results: list[dict[str, Any]] = []
     for scenario in job["scenarios"]:
         if scenario["start"] == "spawn":
