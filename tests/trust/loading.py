@@ -28,7 +28,7 @@ from types import FunctionType, SimpleNamespace
 from typing import Any
 
 GATED = ("vllm.config.vllm", "vllm.config.speculative", "vllm.v1.worker.worker_base")
-SECONDS = 240
+SECONDS = 600
 
 
 def load(scenario: dict[str, Any], answer: dict[str, Any]) -> None:
@@ -238,12 +238,15 @@ def main(job_file: str, result_file: str) -> None:
             file, out = f"{result_file}.job", f"{result_file}.one"
             Path(file).write_text(json.dumps({**job, "only": scenario}))
             Path(out).write_text(json.dumps({"raised": "it died"}))
-            done = subprocess.run(
-                [sys.executable, __file__, file, out], capture_output=True, text=True, timeout=SECONDS
-            )
-            answer = json.loads(Path(out).read_text())
-            if done.returncode:
-                answer["raised"] = done.stderr[-2000:]
+            try:
+                done = subprocess.run(
+                    [sys.executable, __file__, file, out], capture_output=True, text=True, timeout=SECONDS
+                )
+                answer = json.loads(Path(out).read_text())
+                if done.returncode:
+                    answer["raised"] = done.stderr[-2000:]
+            except subprocess.TimeoutExpired:
+                answer = {"raised": f"it did not end within {SECONDS} seconds"}
         else:
             answer = forked(lambda scenario=scenario: play(scenario, job))
         results.append(answer)
