@@ -221,7 +221,7 @@ def test_what_the_release_can_capture():
     # By the output rule 0 is an ordinary layer and 10 doesn't exist.
     assert resolve(TEN, nested(0, 5, 7), layer_rule="output").boundaries == (1, 6, 8)
     # Nested and by no rule: no stock vLLM captures the embeddings, so its reading is nobody's.
-    with pytest.raises(PlanError, match=r"names id 0.*layer_rule output or boundary"):
+    with pytest.raises(PlanError, match=r"names id 0.* or the output of layer 0; pass layer_rule output or boundary$"):
         resolve(TEN, nested(0, 5, 7))
     assert resolve(TEN, nested(0, 5, 7), layer_rule="boundary").boundaries == (0, 5, 7)
     with pytest.raises(PlanError, match="boundary 11"):

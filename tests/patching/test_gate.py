@@ -156,10 +156,10 @@ def over(function: Any, how: str) -> Any:
         return function
     if how == "recursive":
 
-        def again(self: Any, deeper: bool = False) -> Any:
-            return again(self) if deeper else function(self)
+        def once_more(self: Any, deeper: bool = False) -> Any:
+            return once_more(self) if deeper else function(self)
 
-        return over(again, "closure")
+        return over(once_more, "closure")
     if how == "unfilled":
 
         def check(self: Any) -> Any:

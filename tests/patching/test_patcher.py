@@ -228,6 +228,24 @@ def test_none_is_a_value_and_its_absence_is_somebody_s_doing(module: types.Modul
     assert not hasattr(sys.modules["importing_module"], "nothing"), "an alias that is not there holds no reference"
 
 
+def test_what_must_stay_keeps_nothing_else_from_being_undone(module: types.ModuleType) -> None:
+    def other() -> str:
+        return "other"
+
+    functions = (module.function, other)
+    codes = [function.__code__ for function in functions]
+    patcher = Patcher()
+    for function in functions:
+        patcher.for_fix("x").replace_code(function, function.__code__.replace(co_name="ours"))
+    apply(patcher, "owned")
+    apply(patcher, "static")
+    other.__code__ = theirs = other.__code__.replace(co_name="theirs")
+    module.Base.static = None  # type: ignore[attr-defined]
+    assert len(patcher.revert()) == 2
+    assert module.function.__code__ is codes[0] and other.__code__ is theirs
+    assert module.Child().own() == "own" and module.Base.static is None
+
+
 def test_code_that_does_not_fit_leaves_no_trace(module: types.ModuleType) -> None:
     patcher = Patcher()
     before = snapshot(module)
