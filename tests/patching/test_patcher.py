@@ -246,6 +246,23 @@ def test_what_must_stay_keeps_nothing_else_from_being_undone(module: types.Modul
     assert module.Child().own() == "own" and module.Base.static is None
 
 
+def test_a_class_that_keeps_its_attributes_elsewhere(module: types.ModuleType) -> None:
+    kept: dict[str, object] = {}
+
+    class Meta(type):
+        def __setattr__(cls, name: str, value: object) -> None:
+            kept[name] = value
+
+        def __delattr__(cls, name: str) -> None:
+            del kept[name]
+
+    module.Odd = Meta("Odd", (), {})  # type: ignore[attr-defined]
+    patcher = Patcher()
+    patcher.for_fix("odd").replace("patched_module:Odd.attribute", 1, create=True)
+    assert kept == {"attribute": 1} and patcher.shadowed("odd") == []
+    assert patcher.revert() == [] and kept == {}
+
+
 def test_code_that_does_not_fit_leaves_no_trace(module: types.ModuleType) -> None:
     patcher = Patcher()
     before = snapshot(module)
