@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import json
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -43,12 +44,19 @@ def test_there_and_back(tmp_path):
 
 
 def test_the_environment_names_the_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("VLLM_KIMI_EAGLE3_CACHE", str(tmp_path))
-    alignment.save(RECORD)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("VLLM_KIMI_EAGLE3_CACHE", str(tmp_path / "cache"))
+    assert alignment.save(RECORD).parent == tmp_path / "cache" / "alignment"
     assert alignment.load(KEY) == RECORD
     monkeypatch.delenv("VLLM_KIMI_EAGLE3_CACHE")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert alignment.load(KEY) is None
+
+
+def test_without_a_name_the_cache_lies_in_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.delenv("VLLM_KIMI_EAGLE3_CACHE", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert alignment.save(RECORD).parent == tmp_path / ".cache" / "vllm-kimi-eagle3" / "alignment"
+    assert alignment.load(KEY) == RECORD
 
 
 def test_a_user_without_a_home_has_no_records(monkeypatch):
@@ -56,7 +64,8 @@ def test_a_user_without_a_home_has_no_records(monkeypatch):
     monkeypatch.delenv("VLLM_KIMI_EAGLE3_CACHE", raising=False)
     monkeypatch.setattr(Path, "home", no_home)
     assert alignment.load(KEY) is None
-    with pytest.raises(PlanError, match="VLLM_KIMI_EAGLE3_CACHE"):
+    sentence = "this user has no home folder; set VLLM_KIMI_EAGLE3_CACHE to a folder of yours"
+    with pytest.raises(PlanError, match=f"^{sentence}$"):
         alignment.save(RECORD)
 
 
@@ -122,8 +131,18 @@ def test_the_key_follows_content():
 def test_damaged_records_are_refused(tmp_path, change):
     path = alignment.save(RECORD, tmp_path)
     path.write_text(json.dumps({**RECORD.to_json(), **change}))
-    with pytest.raises(PlanError, match=r"alignment record.*; delete it and run `vllm-kimi-eagle3 calibrate` again$"):
+    with pytest.raises(
+        PlanError, match=r"alignment record.*; delete it and run `vllm-kimi-eagle3 calibrate` again$"
+    ) as e:
         alignment.load(KEY, tmp_path)
+    assert str(path) in str(e.value) and str(e.value).count("delete it") == 1
+
+
+def test_a_record_needs_no_rates(tmp_path):
+    data = RECORD.to_json()
+    for key in ("hit_rates", "intervals", "measured_on"):
+        del data[key]
+    assert alignment.parse(data, KEY, "HERE") == dataclasses.replace(RECORD, hit_rates={}, intervals={}, measured_on="")
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff", b'{"a":1,"a":2}', b" " * (300 << 10)])
@@ -134,7 +153,7 @@ def test_records_that_are_no_json_objects(tmp_path, content):
         alignment.load(KEY, tmp_path)
 
 
-@pytest.mark.parametrize("key", ["", "../../etc/passwd", "A" * 64, "0" * 63, "0" * 63 + "\n"])
+@pytest.mark.parametrize("key", ["", "../../etc/passwd", "A" * 64, "X" * 64, "0" * 63, "0" * 63 + "\n"])
 def test_a_key_is_no_path(tmp_path, key):
     with pytest.raises(PlanError):
         alignment.record_path(key, tmp_path)
@@ -164,3 +183,24 @@ def test_a_full_disk_leaves_the_old_record(tmp_path, monkeypatch):
         alignment.save(dataclasses.replace(RECORD, measured_on="new"), tmp_path)
     assert alignment.load(KEY, tmp_path) == RECORD
     assert len(list((tmp_path / "alignment").iterdir())) == 1
+
+
+def test_a_record_in_the_making(tmp_path, monkeypatch):
+    """It lies beside its place, so that renaming is one step, under a name that says whose leftover it would be."""
+    found = []
+    monkeypatch.setattr(os, "fsync", lambda handle: found.extend((tmp_path / "alignment").iterdir()))
+    path = alignment.save(RECORD, tmp_path)
+    (made,) = found
+    assert made.name.startswith(f"{KEY[:12]}.") and made.suffix == ".tmp"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644, "a server of another user reads it"
+
+
+def test_an_emptied_cache_does_not_hide_what_failed(tmp_path, monkeypatch):
+    def emptied_and_full(handle):
+        for entry in (tmp_path / "alignment").iterdir():
+            entry.unlink()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", emptied_and_full)
+    with pytest.raises(OSError, match="No space left"):
+        alignment.save(RECORD, tmp_path)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import tracemalloc
@@ -74,6 +75,53 @@ def test_many_tensors(tmp_path, monkeypatch):
     monkeypatch.setattr(headers, "MAX_TENSORS", 2)
     with pytest.raises(PlanError, match=r"stores more than 2 tensors, too many for a drafter$"):
         read_headers(tmp_path)
+
+
+def test_the_digest_takes_a_sample_from_the_middle(tmp_path):
+    middle, size = 256 << 10, 512 << 10
+    text = json.dumps({"a": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+
+    def digest(*changed: int) -> str | None:
+        data = bytearray(size)
+        for place in changed:
+            data[place] = 1
+        write(tmp_path, raw(text, bytes(data)))
+        return read_headers(tmp_path).digest
+
+    plain = digest()
+    # What lies outside the sample is not read: weights may take hundreds of gigabytes.
+    assert digest(0, middle - 1, middle + headers.SAMPLE, size - 1) == plain
+    assert digest(middle) != plain and digest(middle + headers.SAMPLE - 1) != plain
+
+
+def test_many_files(tmp_path, monkeypatch):
+    for name in "ab":
+        save_file({name: TENSORS["d2t"]}, tmp_path / f"{name}.safetensors")
+    monkeypatch.setattr(headers, "MAX_FILES", 2)
+    assert len(read_headers(tmp_path).tensors) == 2
+    monkeypatch.setattr(headers, "MAX_FILES", 1)
+    with pytest.raises(PlanError, match=r"holds 2 safetensors files, but at most 1 were expected$"):
+        read_headers(tmp_path)
+
+
+def test_a_file_that_fails_while_it_is_read(tmp_path, monkeypatch):
+    path = write(tmp_path, raw({}))
+
+    def fails(self, mode):
+        raise OSError(errno.EIO, "Input/output error", str(self))
+
+    monkeypatch.setattr(Path, "open", fails)
+    with pytest.raises(PlanError, match=rf"^{path} can't be read: Input/output error$"):
+        read_header(path)
+
+
+def test_a_broken_header_is_named_as_one(tmp_path):
+    path = write(tmp_path, raw(b"{]"))
+    with pytest.raises(PlanError, match=rf"^the header of {path} is not JSON: "):
+        read_header(path)
+    path = write(tmp_path, raw({"a": GOOD, "b": {**GOOD, "shape": [3], "data_offsets": [8, 16]}}, b"\0" * 16))
+    with pytest.raises(PlanError, match=r"says that 'b' is 'F32' \[3\] in 8 bytes, which doesn't add up$"):
+        read_header(path)
 
 
 def test_no_files(tmp_path):

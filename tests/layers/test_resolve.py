@@ -17,8 +17,11 @@ from vllm_kimi_eagle3.layers import (
     default_boundaries,
     resolve,
 )
+from vllm_kimi_eagle3.layers.explain import disagreement, plan_text
 from vllm_kimi_eagle3.layers.headers import TensorInfo
+from vllm_kimi_eagle3.layers.parse import read_drafter, read_target
 from vllm_kimi_eagle3.layers.resolve import default_outputs
+from vllm_kimi_eagle3.layers.stock import RunnerReading, StockReading
 
 KIMI = corpus.target("kimi-k2.5")
 TEN = {"num_hidden_layers": 10, "hidden_size": 64}
@@ -105,11 +108,11 @@ def test_both_default_triples_name_the_same_states(layers):
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 4, 5, 6])
 def test_a_target_too_small_for_the_default_is_refused(layers):
-    with pytest.raises(PlanError, match="pass layer_ids"):
+    with pytest.raises(PlanError, match=rf"is senseless for a target of {layers} layers; pass layer_ids$"):
         resolve({"num_hidden_layers": layers, "hidden_size": 64}, {})
 
 
-@pytest.mark.parametrize("ids", [(1, 29, 58), (2, 29, 57), (2, 30, 57), (2, 30), (1, 29, 57, 58)])
+@pytest.mark.parametrize("ids", [(1, 29, 58), (2, 29, 57), (2, 30, 57), (2, 30), (30,), (1, 29, 57, 58)])
 def test_nearly_a_default_triple_is_ambiguous(ids):
     plan = resolve(KIMI, nested(*ids))
     assert (plan.decided_by, plan.boundaries) == ("ambiguous", ids)
@@ -138,6 +141,7 @@ def test_what_vllm_drops_from_a_speculators_config_is_not_read():
     assert resolve(KIMI, kept).boundaries == (3, 21, 44)
     # With a model_type vLLM loads it as an ordinary config and drops nothing.
     assert resolve(KIMI, {**speculators, **nested(3, 21, 44), "model_type": "llama"}).boundaries == (3, 21, 44)
+    assert resolve(KIMI, {**kept, "speculators_model_type": "peagle"}).boundaries == (3, 21, 44)
 
 
 def record(**changes) -> AlignmentRecord:
@@ -170,7 +174,24 @@ def test_a_record_for_something_else_is_not_used():
 def test_a_record_may_fit_neither_rule():
     plan = resolve(TEN, nested(3, 6, 8), alignment=record(boundaries=(2, 5, 7), rule=None))
     assert (plan.rule, plan.boundaries) == ("measured", (2, 5, 7))
-    assert resolve(TEN, {}, alignment=record(ids=None, boundaries=(3, 6, 8), rule=None)).boundaries == (3, 6, 8)
+    for boundaries in ((3, 6, 8), (1, 4, 6), (0, 5, 7), (5, 7, 10)):
+        measured = record(ids=None, boundaries=boundaries, rule=None)
+        assert resolve(TEN, {}, alignment=measured).boundaries == boundaries
+
+
+@pytest.mark.parametrize("boundaries", [(2, 5), (2, 5, 7, 9)])
+def test_a_record_of_another_count_is_shown_whole(boundaries):
+    plan = resolve(TEN, nested(3, 6, 8), alignment=record(boundaries=boundaries, rule=None))
+    rows = plan_text(plan, None).splitlines()[-len(boundaries) :]
+    assert [row.split()[:3] for row in rows] == [[str(n), "-", str(b)] for n, b in enumerate(boundaries, 1)]
+
+
+def test_stock_runners_that_differ_each_in_its_own_way():
+    plan = resolve(TEN, nested(3, 6, 8))
+    wrong, nothing = RunnerReading((2, 5, 7)), RunnerReading(None, "crashes")
+    for v1, v2 in ((wrong, nothing), (nothing, wrong), (wrong, RunnerReading((1, 2, 3)))):
+        assert disagreement(plan, StockReading("0.33.0", v1, v2, "V2")) == "all three differ"
+    assert "neither" in disagreement(plan, StockReading("0.33.0", nothing, nothing, "V2"))
 
 
 def test_fc_width_settles_the_count():
@@ -200,7 +221,7 @@ def test_what_the_release_can_capture():
     # By the output rule 0 is an ordinary layer and 10 doesn't exist.
     assert resolve(TEN, nested(0, 5, 7), layer_rule="output").boundaries == (1, 6, 8)
     # Nested and by no rule: no stock vLLM captures the embeddings, so its reading is nobody's.
-    with pytest.raises(PlanError, match=r"names id 0.*layer_rule output or boundary"):
+    with pytest.raises(PlanError, match=r"names id 0.* or the output of layer 0; pass layer_rule output or boundary$"):
         resolve(TEN, nested(0, 5, 7))
     assert resolve(TEN, nested(0, 5, 7), layer_rule="boundary").boundaries == (0, 5, 7)
     with pytest.raises(PlanError, match="boundary 11"):
@@ -215,6 +236,7 @@ def test_a_drafter_without_aux_states():
     without = {"eagle_config": {"use_aux_hidden_state": False, "eagle_aux_hidden_state_layer_ids": [2, 5, 7]}}
     plan = resolve(TEN, without)
     assert (plan.boundaries, plan.fc_width, plan.use_aux_hidden_state) == ((), None, False)
+    assert plan.outputs() == "no captured states"
     assert config_updates(plan, without) == {}
     assert "not used" in plan.warnings[0]
     with pytest.raises(PlanError, match="leave layer_ids out"):
@@ -295,6 +317,45 @@ def test_bad_ids_end_in_one_sentence(value, where):
 def test_bad_targets(target):
     with pytest.raises(PlanError, match="target"):
         resolve(target, {})
+
+
+@pytest.mark.parametrize("key", ["num_experts", "n_routed_experts", "num_local_experts"])
+def test_experts_by_each_of_their_names(key):
+    assert [read_target({**TEN, key: count}).moe for count in (0, 1, 8, "8", None)] == [False, True, True, False, False]
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 7.0, "7", None, (1 << 30) + 1])
+def test_a_vocabulary_of_no_size_is_none(value):
+    """What only serves a warning may be missing: vLLM itself says what it thinks of it."""
+    assert read_target({**TEN, "vocab_size": value}).vocab_size is None
+    assert read_drafter({"draft_vocab_size": value}).draft_vocab_size is None
+
+
+def test_the_limits_themselves_are_sound():
+    for size in (1, 1 << 30):
+        assert read_target({**TEN, "vocab_size": size}).vocab_size == size
+    largest = read_target({"num_hidden_layers": 10_000, "hidden_size": 1 << 20})
+    assert (largest.num_layers, largest.hidden_size) == (10_000, 1 << 20)
+
+
+def test_what_kind_of_model_it_is():
+    for value, kept in (("kimi_k2", "kimi_k2"), (7, None), (None, None)):
+        assert read_target({**TEN, "model_type": value}).model_type == kept
+        assert read_drafter({"model_type": value}).model_type == kept
+    # The text part's own name counts, as its layers do.
+    assert read_target({"text_config": {**TEN, "model_type": "inner"}, "model_type": "outer"}).model_type == "inner"
+
+
+def test_a_transformer_part_counts_in_speculators_configs_alone():
+    drafter = {"hidden_size": 64, "transformer_layer_config": {"hidden_size": 32}}
+    assert read_drafter(drafter).hidden_size == 64
+    assert read_drafter({**drafter, "speculators_config": {}, "speculators_model_type": "eagle3"}).hidden_size == 32
+
+
+def test_an_empty_list_is_said_wherever_it_stands():
+    for drafter in (top(), nested(), {"eagle_config": {"layer_ids": []}}):
+        (warning,) = resolve(TEN, drafter).warnings
+        assert warning.endswith("is an empty list, which vLLM reads as no list at all")
 
 
 def test_bad_rule_and_empty_ids():

@@ -51,6 +51,7 @@ CONFIGS = {
     "top five": {KEY: [1, 2, 3, 4, 5]},
     "counted": {KEY: [1, 2, 3, 4, 5], "num_aux_hidden_states": 5},
     "dflash": {"dflash_config": {"target_layer_ids": [1, 3, 4]}},
+    "top and dflash": {KEY: [3, 4, 6], "dflash_config": {"target_layer_ids": [1, 3, 4]}},
     "dflash null": {"dflash_config": {"target_layer_ids": None}},
     "dflash texts": {"dflash_config": {"target_layer_ids": ["1"]}},
     "dflash and eagle": {"dflash_config": {"target_layer_ids": [1, 3, 4]}, "eagle_config": {KEY: [2, 5, 6]}},
@@ -67,6 +68,12 @@ CONFIGS = {
         "speculators_model_type": "eagle3",
         KEY: [3, 4, 6],
         "transformer_layer_config": {"model_type": "deepseek_v3"},
+    },
+    "speculators of no model_type": {
+        "speculators_config": {},
+        "speculators_model_type": "eagle3",
+        KEY: [3, 4, 6],
+        "transformer_layer_config": {},
     },
     "speculators with a model_type": {
         "model_type": "llama",
@@ -220,8 +227,6 @@ def test_refusal_is_the_releases_own(release):
     assert facts_of(release).refused == refused
     reading = stock_boundaries(release, corpus.target("kimi-k2.5"), {})
     assert (reading.v1.boundaries is None) == refused
-    has_v2 = (releases.tree(release) / "vllm" / V2_EAGLE).is_file()
-    assert (facts_of(release).v2 is not None) == has_v2
 
 
 class Quiet:
@@ -304,9 +309,12 @@ def runs_v2(release: str, target: dict, monkeypatch: pytest.MonkeyPatch) -> bool
 
 
 @pytest.mark.parametrize("release", releases.RELEASES)
-@pytest.mark.parametrize("target", corpus.TARGETS)
+@pytest.mark.parametrize("target", [*corpus.TARGETS, "deepseek-v2 with experts"])
 def test_default_runner(release, target, monkeypatch):
-    config = corpus.target(target)
+    if target == "deepseek-v2 with experts":
+        config = {**corpus.target("deepseek-v2-dense-8"), "n_routed_experts": 8}
+    else:
+        config = corpus.target(target)
     expected = "V2" if runs_v2(release, config, monkeypatch) else "V1"
     assert stock_boundaries(release, config, {}).default == expected
 
@@ -368,7 +376,32 @@ def test_every_release_is_in_the_table_and_others_are_told_apart():
             facts_of(bad)
 
 
-def test_permuted_and_double_ids_are_named():
+def test_what_goes_wrong_is_named_with_what_was_read():
     target = corpus.target("deepseek-v2-dense-8")
-    assert "ascending" in (stock_boundaries("0.33.0", target, {KEY: [6, 4, 2]}).v1.problem or "")
-    assert "fails" in (stock_boundaries("0.33.0", target, {KEY: [2, 4, 4]}).v1.problem or "")
+
+    def problem(drafter: dict, release: str = "0.33.0") -> str:
+        return stock_boundaries(release, target, drafter).v1.problem or ""
+
+    assert "ascending states for ids [6, 4, 2]:" in problem({KEY: [6, 4, 2]})
+    assert "fails" in problem({KEY: [2, 4, 4]})
+    assert problem({"eagle_config": [1]}) == "crashes: eagle_config is [1]"
+    assert problem({KEY: 7, "dflash_config": {"target_layer_ids": 7}}) == ""
+    assert problem({"dflash_config": {"target_layer_ids": 7}}) == "crashes on the drafter's layer ids"
+    refused = problem(CONFIGS["speculators of an MLA model"])
+    assert refused == "refuses a speculators drafter of model_type 'deepseek_v3'"
+
+
+def test_a_refusal_is_told_as_any_other_reading():
+    old = stock_boundaries("0.15.0", corpus.target("kimi-k2"), {}).to_json()
+    assert (old["V1"], old["V2"], old["problems"]) == (None, None, {"V1": stock.REFUSED, "V2": stock.REFUSED})
+    newer = stock_boundaries("1.2.0", corpus.target("kimi-k2"), CONFIGS["speculators of an MLA model"])
+    assert newer.v1.boundaries is None and "newer" in newer.warnings[0]
+
+
+def test_what_loading_leaves_of_a_speculators_config():
+    speculators = {"speculators_config": {}, "eagle_config": {KEY: [1]}, "num_aux_hidden_states": 4}
+    assert stock.loaded({**speculators, KEY: [3], "transformer_layer_config": {"x": 1}}) == {KEY: [3], "x": 1}
+    for layer in (None, [1], "text"):
+        assert stock.loaded({**speculators, KEY: [3], "transformer_layer_config": layer}) == {KEY: [3]}
+    for ordinary in ({"num_aux_hidden_states": 4}, {**speculators, "model_type": "llama"}):
+        assert stock.loaded(ordinary) is ordinary

@@ -114,6 +114,7 @@ def test_probes_are_asked_once_with_the_tree_and_their_failures_are_refusals() -
     )
     reason = probe(fix(probe=failing), TREE).reason
     assert reason.startswith("the probe failed: KeyError: 'two\\nlines xxx") and len(reason) == 400 + 28
+    assert probe(fix(probe=failing), TREE).need is Need.REFUSED
     assert probe(fix(probe=lambda tree: Verdict(Need.APPLY, str(tree.root))), TREE).reason == "/nowhere"
 
 
@@ -180,6 +181,16 @@ def test_a_failing_installation_is_taken_back_and_tried_again(victim: types.Modu
     assert made.revert() == [] and made.status(made.fixes[0]).state is State.PENDING
 
 
+def test_a_failing_installation_takes_back_nothing_of_another_fix(victim: types.ModuleType) -> None:
+    def install(installer: Installer) -> None:
+        installer.replace("engine_victim:second", lambda: "ours")
+        raise RuntimeError("half way")
+
+    made = engine(fix("a", install=replace("first")), fix("b", install=install))
+    assert [s.state for s in made.apply(Phase.WORKER, CONTEXT)] == [State.APPLIED, State.FAILED]
+    assert (victim.first(), victim.second()) == ("ours", "second")
+
+
 def test_a_failing_configuration_is_one_server_s(victim: types.ModuleType) -> None:
     other = Context(target_architecture=V3, platform="cpu", eagle3=True)
 
@@ -211,7 +222,7 @@ def test_shadowed_is_said_and_stays(victim: types.ModuleType) -> None:
     victim.first = victim.second = theirs  # type: ignore[attr-defined]
     (status,) = made.apply(Phase.WORKER, CONTEXT)
     lost = "replaced after us by somebody else: engine_victim:first, engine_victim:second"
-    assert (status.state, status.reason) == (State.SHADOWED, lost)
+    assert (status.fix, status.state, status.reason) == (made.fixes[0], State.SHADOWED, lost)
     assert unmet([status]) == [status]
     assert sorted(made.revert()) == [
         f"engine_victim:{name} was replaced by somebody else; left as it is" for name in ("first", "second")

@@ -84,10 +84,14 @@ def test_a_gate_waits_for_its_module(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "awaited_module.py").write_text("class Config:\n    def check(self): return 'checked'\n")
     seen: list[Any] = []
+    hooked: list[str] = []
+    register = wrapt.register_post_import_hook
+    monkeypatch.setattr(wrapt, "register_post_import_hook", lambda *a: (hooked.append(a[1]), register(*a)))
     gate = Gate("awaited_module", "Config", "check", passing(seen))
     gate.install()
     gate.install()
     assert gate.problem is None and gate.error is None
+    assert hooked == ["awaited_module"], "a hook can't be taken back, so there is one a gate"
     module = importlib.import_module("awaited_module")
     assert module.Config().check() == "checked" and len(seen) == 1
     assert gate.remove() == []
@@ -150,10 +154,12 @@ def over(function: Any, how: str) -> Any:
         for _ in range(20):
             function = over(function, "closure")
         return function
-    if how == "very deep":
-        for _ in range(100):
-            function = over(function, "closure")
-        return function
+    if how == "recursive":
+
+        def once_more(self: Any, deeper: bool = False) -> Any:
+            return once_more(self) if deeper else function(self)
+
+        return over(once_more, "closure")
     if how == "unfilled":
 
         def check(self: Any) -> Any:
@@ -165,7 +171,7 @@ def over(function: Any, how: str) -> Any:
     return lambda self: "theirs"
 
 
-@pytest.mark.parametrize("how", ["closure", "wraps", "partial", "global", "wrapt", "deep"])
+@pytest.mark.parametrize("how", ["closure", "wraps", "partial", "global", "wrapt", "deep", "recursive"])
 @pytest.mark.parametrize("taken", ["as it lies there", "from its class"])
 def test_a_wrapper_over_ours_is_no_problem(guarded: types.ModuleType, how: str, taken: str) -> None:
     seen: list[Any] = []
@@ -184,7 +190,18 @@ def test_a_wrapper_over_ours_is_no_problem(guarded: types.ModuleType, how: str, 
     assert len(seen) == (0 if how == "wraps" else 1)
 
 
-@pytest.mark.parametrize("how", ["replaced", "unfilled", "very deep"])
+@pytest.mark.parametrize(("wrappers", "seen"), [(63, True), (64, False), (100, False)])
+def test_sixty_four_functions_are_looked_through(guarded: types.ModuleType, wrappers: int, seen: bool) -> None:
+    gate = Gate("guarded_module", "Config", "check", passing([]))
+    gate.install()
+    theirs = vars(guarded.Config)["check"]
+    for _ in range(wrappers):
+        theirs = over(theirs, "closure")
+    guarded.Config.check = theirs
+    assert (gate.problem is None) is seen
+
+
+@pytest.mark.parametrize("how", ["replaced", "unfilled"])
 def test_a_lost_gate_is_a_problem(guarded: types.ModuleType, how: str) -> None:
     gate = Gate("guarded_module", "Config", "check", passing([]))
     gate.install()
@@ -192,6 +209,46 @@ def test_a_lost_gate_is_a_problem(guarded: types.ModuleType, how: str) -> None:
     assert gate.problem == "guarded_module.Config.check was replaced after us by somebody else"
     del guarded.Config.check
     assert gate.problem is not None
+
+
+def test_ours_as_somebody_s_bound_method_is_no_problem(guarded: types.ModuleType) -> None:
+    gate = Gate("guarded_module", "Config", "check", passing([]))
+    gate.install()
+    guarded.Config.check = types.MethodType(vars(guarded.Config)["check"], guarded.Config())
+    assert gate.problem is None
+
+
+def test_what_only_looks_like_a_function_is_looked_through(guarded: types.ModuleType) -> None:
+    """Compilers make functions with a code object and not much else."""
+    gate = Gate("guarded_module", "Config", "check", passing([]))
+    gate.install()
+    guarded.Config.check = types.SimpleNamespace(__code__=(lambda: print()).__code__)
+    assert gate.problem == "guarded_module.Config.check was replaced after us by somebody else"
+
+
+def test_a_closed_gate_passes_everything_on(guarded: types.ModuleType) -> None:
+    seen: list[Any] = []
+    gate = Gate("guarded_module", "Config", "check", passing(seen))
+    gate.install()
+    ours = vars(guarded.Config)["check"]
+    guarded.Config.check = lambda *args, **kwargs: ours(*args, **kwargs)
+    assert gate.remove() != []
+    config = guarded.Config()
+    assert config.check(1, a=2) == ("checked", (1,), {"a": 2}) and seen == []
+
+
+@pytest.mark.parametrize("spec", ["none", "made by hand"])
+def test_a_module_that_no_import_made(guarded: types.ModuleType, monkeypatch: pytest.MonkeyPatch, spec: str) -> None:
+    module = types.SimpleNamespace(Config=guarded.Config)
+    if spec == "made by hand":
+        module.__spec__ = ModuleSpec("guarded_module", None)
+        assert not hasattr(module.__spec__, "_initializing")
+    monkeypatch.setitem(sys.modules, "guarded_module", module)  # type: ignore[arg-type]
+    seen: list[Any] = []
+    gate = Gate("guarded_module", "Config", "check", passing(seen))
+    gate.install()
+    guarded.Config().check()
+    assert gate.error is None and len(seen) == 1
 
 
 @pytest.mark.parametrize("all_kwargs", [None, [], [None], [{}], {}, 7, [{"vllm_config": None}]])

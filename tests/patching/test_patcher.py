@@ -67,7 +67,7 @@ def apply(patcher: Patcher, which: str) -> None:
     elif which == "static":
         installer.replace("patched_module:Base.static", staticmethod(ours))
     elif which == "alias":
-        aliases = ("importing_module:function", "never_imported:function")
+        aliases = ("never_imported:function", "importing_module:function", "never_imported:other")
         installer.replace("patched_module:function", ours, aliases=aliases)
     elif which == "created":
         installer.replace("patched_module:vars", ours, create=True)
@@ -197,6 +197,70 @@ def test_one_fix_is_undone_and_the_others_stay(module: types.ModuleType) -> None
     assert module.captured[0].__code__.co_name == "ours"
     assert patcher.revert("code") == [] and module.captured[0].__code__ is code
     assert patcher.patched() == ["patched_module:Child.own"]
+
+
+def test_the_first_fix_is_undone_below_later_ones(module: types.ModuleType) -> None:
+    def other() -> str:
+        return "other"
+
+    function, codes = module.function, (module.captured[0].__code__, other.__code__)
+    patcher = Patcher()
+    apply(patcher, "alias")
+    patcher.for_fix("code").replace_code(module.captured[0], codes[0].replace(co_name="ours"))
+    apply(patcher, "owned")
+    patcher.for_fix("later code").replace_code(other, codes[1].replace(co_name="ours"))
+    assert patcher.revert("alias") == []
+    assert module.function is function and sys.modules["importing_module"].function is function
+    assert patcher.revert("code") == [] and module.captured[0].__code__ is codes[0]
+    assert patcher.patched() == ["patched_module:Child.own", f"{__name__}:{other.__qualname__}"]
+    assert patcher.revert() == [] and other.__code__ is codes[1]
+
+
+def test_none_is_a_value_and_its_absence_is_somebody_s_doing(module: types.ModuleType) -> None:
+    patcher = Patcher()
+    patcher.for_fix("none").replace("patched_module:function", None)
+    assert patcher.shadowed("none") == []
+    del module.function
+    assert patcher.shadowed("none") == ["patched_module:function"]
+    assert patcher.revert() == ["patched_module:function was replaced by somebody else; left as it is"]
+    module.nothing = None  # type: ignore[attr-defined]
+    patcher.for_fix("value").replace("patched_module:nothing", 1, aliases=("importing_module:nothing",))
+    assert not hasattr(sys.modules["importing_module"], "nothing"), "an alias that is not there holds no reference"
+
+
+def test_what_must_stay_keeps_nothing_else_from_being_undone(module: types.ModuleType) -> None:
+    def other() -> str:
+        return "other"
+
+    functions = (module.function, other)
+    codes = [function.__code__ for function in functions]
+    patcher = Patcher()
+    for function in functions:
+        patcher.for_fix("x").replace_code(function, function.__code__.replace(co_name="ours"))
+    apply(patcher, "owned")
+    apply(patcher, "static")
+    other.__code__ = theirs = other.__code__.replace(co_name="theirs")
+    module.Base.static = None  # type: ignore[attr-defined]
+    assert len(patcher.revert()) == 2
+    assert module.function.__code__ is codes[0] and other.__code__ is theirs
+    assert module.Child().own() == "own" and module.Base.static is None
+
+
+def test_a_class_that_keeps_its_attributes_elsewhere(module: types.ModuleType) -> None:
+    kept: dict[str, object] = {}
+
+    class Meta(type):
+        def __setattr__(cls, name: str, value: object) -> None:
+            kept[name] = value
+
+        def __delattr__(cls, name: str) -> None:
+            del kept[name]
+
+    module.Odd = Meta("Odd", (), {})  # type: ignore[attr-defined]
+    patcher = Patcher()
+    patcher.for_fix("odd").replace("patched_module:Odd.attribute", 1, create=True)
+    assert kept == {"attribute": 1} and patcher.shadowed("odd") == []
+    assert patcher.revert() == [] and kept == {}
 
 
 def test_code_that_does_not_fit_leaves_no_trace(module: types.ModuleType) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from pathlib import Path, PurePosixPath
@@ -105,6 +106,12 @@ def test_in_this_process(tmp_path, monkeypatch):
     ):
         written.write_text(text, encoding="utf-8")
         assert world(origin, {})[0] == found
+    written.write_text('version = "0.28.0"  # "ä"', encoding="utf-8")
+    # It is UTF-8 in any locale.
+    monkeypatch.setattr(io, "text_encoding", lambda encoding, stacklevel=2: encoding or "ascii")
+    with pytest.raises(UnicodeDecodeError):
+        written.read_text()
+    assert world(origin, {})[0] == "0.28.0"
 
 
 def test_a_plugin_of_vllm_is_not_vllm(tmp_path):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import io
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -122,6 +123,13 @@ def test_a_class_in_normal_form(tree: SourceTree) -> None:
         '    """text"""',
         "    return 7",
     ]
+
+
+def test_sources_are_utf_8_in_any_locale(tree: SourceTree, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(io, "text_encoding", lambda encoding, stacklevel=2: encoding or "ascii")
+    with pytest.raises(UnicodeDecodeError):
+        tree.path("vllm.sub.module").read_text()
+    assert tree.text("vllm.sub.module:Outer.Inner.method") == "return 'näh'"
 
 
 @pytest.mark.parametrize("name", ["none", "Outer.none", "none.method", "plain.none", "at_last", "Outer.Inner", "x"])

@@ -22,8 +22,9 @@ def plan_text(plan: CapturePlan, headers: CheckpointHeaders | None) -> str:
     if not plan.boundaries:
         return "\n".join([*lines, "", "no state is captured"])
     lines += ["", "  state    id  boundary  what it is"]
-    ids = plan.ids or (None,) * len(plan.boundaries)
-    for number, (written, boundary) in enumerate(zip(ids, plan.boundaries, strict=False), 1):
+    # What was measured may have another count than the list, and then no id belongs to a state.
+    ids = plan.ids if plan.ids and len(plan.ids) == len(plan.boundaries) else (None,) * len(plan.boundaries)
+    for number, (written, boundary) in enumerate(zip(ids, plan.boundaries, strict=True), 1):
         lines.append(
             f"  {number:5}  {'-' if written is None else written:>4}  {boundary:8}  {state_name(boundary, plan)}"
         )

@@ -67,8 +67,8 @@ def require_model(flag: str, value: str) -> None:
     """
     try:
         there = Path(value).exists()
-    except (OSError, ValueError) as error:
-        raise PlanError(f"{flag} {value[:80]!a} is no path: {getattr(error, 'strerror', None) or error}") from None
+    except OSError as error:
+        raise PlanError(f"{flag} {value[:80]!a} is no path: {error.strerror}") from None
     if not there and (value.startswith((".", "/", "~")) or value.count("/") != 1):
         raise PlanError(
             f"{flag} {value[:200]}: no such folder; give a model's folder, or a repository's name such as owner/model"

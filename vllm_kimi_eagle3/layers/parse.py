@@ -34,7 +34,6 @@ class Target:
     architectures: tuple[str, ...]
     model_type: str | None
     moe: bool
-    quantized: bool
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,6 @@ def read_target(config: object) -> Target:
         architectures=_strings(top.get("architectures")),
         model_type=_string(body.get("model_type")),
         moe=any(isinstance(count, int) and count > 0 for count in experts),
-        quantized=top.get("quantization_config") is not None,
     )
 
 

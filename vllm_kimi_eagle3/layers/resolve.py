@@ -266,7 +266,7 @@ def _source(choice: _Choice) -> str:
 
 def _check_boundaries(choice: _Choice, target: Target, last: bool) -> None:
     source, layers, boundaries = _source(choice), target.num_layers, choice.boundaries
-    if choice.ids is None and not (_ascending(boundaries) and boundaries[0] >= 1 and boundaries[-1] < layers):
+    if choice.ids is None and not _ascending(boundaries):
         raise PlanError(
             f"the drafter lists no layer ids and the default {boundaries} is senseless for a target of {layers} "
             "layers; pass layer_ids"

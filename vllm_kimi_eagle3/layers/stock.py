@@ -88,8 +88,9 @@ class Facts:
 
     since: tuple[int, int]
     refused: bool
+    """Whether eagle3 is refused on these targets, whatever the runners would read."""
     v1: Reader
-    v2: Reader | None
+    v2: Reader
     last_boundary: bool
     """Whether the capture loop can return boundary L."""
     fc_counts: bool
@@ -106,8 +107,7 @@ _TWO = ("qwen3", "llama")
 # fmt: off
 TABLE: tuple[Facts, ...] = (
     #     since    refused  V1 reads            V2 reads            L      fc     use_aux V2 default
-    Facts((0, 15), True,    _top,               None,               False, False, False, "never",  _ANY),
-    Facts((0, 17), True,    _top,               _top,               False, False, False, "never",  _ANY),
+    Facts((0, 15), True,    _top,               _top,               False, False, False, "never",  _ANY),
     Facts((0, 18), False,   _top,               _top,               False, False, False, "never",  _ANY),
     Facts((0, 20), False,   _top_dflash_raw,    _top,               False, False, False, "never",  _ANY),
     Facts((0, 22), False,   _top_dflash_nested, _top,               False, True,  False, "never",  _ANY),
@@ -120,7 +120,6 @@ TABLE: tuple[Facts, ...] = (
 )
 # fmt: on
 REFUSED = "refuses eagle3 on this target (its list of target types has neither kimi nor deepseek)"
-NO_CODE = "has no auxiliary hidden states in this runner"
 
 
 @dataclass(frozen=True)
@@ -207,14 +206,12 @@ def stock_boundaries(release: str, target: Config, drafter: Config) -> StockRead
         return StockReading(release, refusal, refusal, default, warnings)
     config = loaded(drafter)
     v1 = _read(facts, facts.v1, config, shape, reads_use_aux=True)
-    v2 = RunnerReading(None, NO_CODE)
-    if facts.v2 is not None:
-        v2 = _read(facts, facts.v2, config, shape, reads_use_aux=facts.v2_reads_use_aux)
+    v2 = _read(facts, facts.v2, config, shape, reads_use_aux=facts.v2_reads_use_aux)
     return StockReading(release, v1, v2, default, warnings)
 
 
 def loaded(drafter: Config) -> Config:
-    """The keys that vLLM's config object has after loading, for the layouts it converts.
+    """The keys that vLLM's config object has after loading, of those that are read here.
 
     A speculators config becomes its ``transformer_layer_config`` with the ids beside it; everything else at its top
     level is dropped (``transformers_utils/configs/speculators/``). Other configs keep their keys.
@@ -223,8 +220,6 @@ def loaded(drafter: Config) -> Config:
         return drafter
     layer = drafter.get("transformer_layer_config")
     config = dict(cast("Config", layer)) if isinstance(layer, Mapping) else {}
-    if drafter.get("target_hidden_size") is not None:
-        config["target_hidden_size"] = drafter["target_hidden_size"]
     if drafter.get(TOP_KEY):
         config[TOP_KEY] = drafter[TOP_KEY]
     return config

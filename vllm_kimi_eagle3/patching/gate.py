@@ -18,7 +18,7 @@ import wrapt
 
 _WRAPPER_TYPES = (wrapt.FunctionWrapper, wrapt.BoundFunctionWrapper)
 _WRAPPERS = 64
-"""How many functions over ours are looked through."""
+"""How many functions are looked through, ours among them."""
 
 
 class Gate:

@@ -141,11 +141,10 @@ class Patcher:
             if slot.owner is owner and slot.attribute == attribute:
                 raise PatchConflict(f"{_describe(slot)} is already patched by {slot.fix}; two fixes want one target")
         original = vars(owner).get(attribute, _MISSING)
-        slot = _Slot(owner, attribute, original, new, fix)
         setattr(owner, attribute, new)
-        self._slots.append(slot)
         # A class may store what it is given in another form; compare later with what it really holds.
-        slot.ours = vars(owner).get(attribute, _MISSING)
+        ours = vars(owner).get(attribute, _MISSING)
+        self._slots.append(_Slot(owner, attribute, original, ours, fix))
 
 
 @dataclass(frozen=True)
