@@ -97,7 +97,7 @@ class Facts:
     """Whether the drafter's ``fc`` follows ``num_aux_hidden_states`` or the nested list; else it takes 3 states."""
     v2_reads_use_aux: bool
     v2_default: str
-    """When V2 is the default: never, ``qwen3`` (not these targets), ``listed`` or ``dense`` ones, always."""
+    """When V2 is the default: never, for ``listed`` or ``dense`` ones, always."""
     speculators_types: tuple[str, ...] | None
     """Transformer types that a speculators config may have; None for any."""
 
