@@ -55,7 +55,7 @@ class Zygote:
         return subprocess.CompletedProcess(command, code, out, err)
 
     def _ask(self, job: dict[str, Any], command: list[str]) -> int:
-        if self._process is None:
+        if self._process is None or self._process.poll() is not None:
             self._process = subprocess.Popen(
                 [sys.executable, __file__],
                 stdin=subprocess.PIPE,

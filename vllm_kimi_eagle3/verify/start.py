@@ -106,8 +106,6 @@ def quiet_stdout() -> Generator[Callable[[str], None]]:
         yield print
         return
     os.dup2(2, 1)
-    # Functions are called at exit in the order last to first, so vLLM's own come later.
-    atexit.register(_end_in_stderr)
 
     def say(text: str) -> None:
         sys.stdout.flush()
@@ -120,3 +118,5 @@ def quiet_stdout() -> Generator[Callable[[str], None]]:
         sys.stdout.flush()
         os.dup2(real, 1)
         os.close(real)
+        # Functions are called at exit in the order last to first: by now vLLM has registered its own, which come later.
+        atexit.register(_end_in_stderr)
