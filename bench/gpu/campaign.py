@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,15 @@ def duration(text: str) -> float:
     if not 0 < value <= 1e9:
         raise argparse.ArgumentTypeError(f"{text} was given, but a positive number of seconds was expected")
     return value
+
+
+def pattern(text: str) -> str:
+    """An argument: a regular expression."""
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text} is no regular expression: {error}") from None
+    return text
 
 
 def need_gpus(parser: argparse.ArgumentParser, wanted: int) -> None:

@@ -5,7 +5,8 @@
 
 Needs a CUDA vLLM, this package installed (its entry point must be found), and a GPU with 40 GB free. Each cell is an
 engine of its own that serves the situations of tests/alignment and a batch of 64; every row, id, position and draft is
-compared with the reference, and the rows once more with the boundaries one early and one late, which must be wrong. The
+compared with the reference, and those of the first round once more with the boundaries one early and one late, which
+must be wrong. The
 cells whose name begins with "cache" start one after another in one cache directory. A backend that vLLM has for other
 GPUs only is to be refused by vLLM. Nothing is timed, so engines run side by side. Exit code 1 when a cell is not as it
 should be.
@@ -20,6 +21,7 @@ import multiprocessing
 import re
 import shlex
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -29,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from campaign import count, duration, need_gpus, result_file, write
+from campaign import count, duration, need_gpus, pattern, result_file, write
 
 from vllm_kimi_eagle3.regression.engine import EngineFailed, Request, run_engine, served_of
 from vllm_kimi_eagle3.regression.runs import Runs, make_pair
@@ -47,7 +49,8 @@ from vllm_kimi_eagle3.regression.settings import (
     Setting,
     prompt,
 )
-from vllm_kimi_eagle3.verify.compare import Comparison, compare
+from vllm_kimi_eagle3.verify.compare import TIMES_ROUNDED_CACHE, Comparison, compare
+from vllm_kimi_eagle3.verify.oracle import cache_dtype
 
 RUNNERS = {"V1": "0", "V2": "1"}
 BACKENDS = ("FLASH_ATTN_MLA", "FLASHMLA", "TRITON_MLA")
@@ -58,8 +61,6 @@ MODES = ("NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 MANY: list[Request] = [(prompt(i % 40, 12 + i), 10, [], i // 8) for i in range(64)]
 """A batch that grows to 64 requests and shrinks again."""
 ROUNDS = (*EVERYTHING, CROWD, MANY)
-FP8_BAR = 0.15
-"""Rounding the cache to e4m3 costs a few hundredths of a state; a boundary that is one off, 0.2 and more."""
 LINES = re.compile(r"Using .*backend|Capturing CUDA graphs|Using V2 Model Runner")
 
 
@@ -135,7 +136,7 @@ def median(comparison: Comparison) -> float:
     return statistics.median(e for s in comparison.situations.values() for row in s.cells.values() for e in row)
 
 
-def measure(cell: Cell, runs: Runs, cache: Path | None) -> dict[str, Any]:
+def measure(cell: Cell, runs: Runs, root: Path | None) -> dict[str, Any]:
     """Run one cell; an engine that fails is a result too."""
     s = cell.setting
     started = time.monotonic()
@@ -144,13 +145,16 @@ def measure(cell: Cell, runs: Runs, cache: Path | None) -> dict[str, Any]:
         options: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "dtype": s.dtype, "overlay": cell.overlay}
         pair, rounds = runs.pair, list(s.rounds)
         run = run_engine(
-            pair[s.target], rounds, drafter=pair[s.drafter], k=s.k, env=s.env, cache=cache, **options, **s.options
+            pair[s.target], rounds, drafter=pair[s.drafter], k=s.k, env=s.env, cache=root, **options, **s.options
         )
+    except subprocess.TimeoutExpired as late:
+        result |= {"error": f"the engine did not end within {late.timeout:.0f} s"}
     except EngineFailed as failed:
         result |= {"error": failed.reason, "log": str(failed)[-8000:]}
         if any(backend in cell.name for backend in ELSEWHERE) and NOT_VALID in failed.reason:
             result |= {"ok": True, "not_on_this_gpu": True}
     else:
+        result["engine_seconds"] = round(time.monotonic() - started, 1)
         captured = run.result["captured"]
         result |= {"runner": run.result["runner"], "captured": captured, "block_size": run.result["block_size"]}
         states = run.result.get("states", {})
@@ -159,29 +163,31 @@ def measure(cell: Cell, runs: Runs, cache: Path | None) -> dict[str, Any]:
         counters = [r["counters"] for r in run.result["rounds"]]
         accepted, drafted = (sum(c[f"num_{w}_tokens"][0] for c in counters) for w in ("accepted", "draft"))
         result["acceptance_rate"] = accepted / drafted
-        served = [x for i, r in enumerate(run.result["rounds"]) for x in served_of(r, s.requests(i))]
-        fp8 = "fp8" in str(s.options.get("kv_cache_dtype", ""))
+        by_round = [served_of(r, s.requests(i)) for i, r in enumerate(run.result["rounds"])]
+        cache = cache_dtype(s.options.get("kv_cache_dtype", "auto"), s.dtype)
         kind = s.drafter.split("_")[1]
 
-        def against(boundaries: tuple[int, ...]) -> Comparison:
+        def against(boundaries: tuple[int, ...], rounds: int | None = None) -> Comparison:
             return compare(
-                served,
-                runs.oracle(kind, boundaries, s.dtype),
+                [one for served in by_round[:rounds] for one in served],
+                runs.oracle(kind, boundaries, s.dtype, cache),
                 boundaries,
                 dtype=s.dtype,
                 block_size=run.result["block_size"],
                 max_model_len=MAX_MODEL_LEN,
-                bar=FP8_BAR if fp8 else None,
+                times=2.0 if cache is None else TIMES_ROUNDED_CACHE,
             )
 
         if cell.overlay != "on":
             result |= {"ok": captured != list(RIGHT)}
         else:
-            right, early, late = (against(b) for b in (RIGHT, EARLY, LATE))
+            right, early, late = against(RIGHT), against(EARLY, 1), against(LATE, 1)
             result |= {
                 "rows": right.rows,
                 "situations": len(right.situations),
                 "largest_error": right.max_relative_error,
+                "flipped_rows": max(x.flipped for x in right.situations.values()),
+                "bars": {n: (max(x.bars), max(x.median_bars or [0.0])) for n, x in right.situations.items()},
                 "median_error": median(right),
                 "median_error_one_early": median(early),
                 "median_error_one_late": median(late),
@@ -203,19 +209,10 @@ def begin(pair: dict[str, Path], until: float) -> None:
     _WORKER.append((Runs(pair, {}), until))
 
 
-def play(group: list[Cell], cache: Path | None) -> list[dict[str, Any]]:
+def play(group: list[Cell], root: Path | None) -> list[dict[str, Any]]:
     """Run cells one after another, as long as there is time."""
     (runs, until) = _WORKER[0]
-    return [measure(cell, runs, cache) for cell in group if time.monotonic() < until]
-
-
-def pattern(text: str) -> str:
-    """An argument: a regular expression."""
-    try:
-        re.compile(text)
-    except re.error as error:
-        raise argparse.ArgumentTypeError(f"{text} is no regular expression: {error}") from None
-    return text
+    return [measure(cell, runs, root) for cell in group if time.monotonic() < until]
 
 
 def main() -> int:

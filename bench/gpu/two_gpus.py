@@ -13,12 +13,15 @@ installed. Nothing is timed, but ranks that wait for each other keep their GPUs 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -28,10 +31,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from campaign import count, duration, need_gpus, result_file, write
+from campaign import count, duration, need_gpus, pattern, result_file, write
 
 from vllm_kimi_eagle3.bench.client import Answer, Client, ServerError
 from vllm_kimi_eagle3.bench.serve import serve
+from vllm_kimi_eagle3.regression.engine import fresh_cache
 from vllm_kimi_eagle3.regression.runs import make_pair
 from vllm_kimi_eagle3.regression.settings import RIGHT
 from vllm_kimi_eagle3.tiny_kimi import held_out_prompts
@@ -59,6 +63,8 @@ VERIFIED: dict[str, tuple[str, str, str, list[str]]] = {
         ("PP 2", "deepseek_v3", GQA, ["--pipeline-parallel-size", "2", *EAGER]),
     )
 }
+SECONDS = 400
+"""How long a case may take."""
 RAY = importlib.util.find_spec("ray") is not None
 SERVED: dict[str, tuple[str, list[str]]] = {
     f"{runner}, {name}": (runner, arguments)
@@ -85,12 +91,36 @@ def environment(runner: str, cache: Path) -> dict[str, str]:
         **nccl(),
         "VLLM_USE_V2_MODEL_RUNNER": RUNNERS[runner],
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "VLLM_CACHE_ROOT": str(cache),
+        "VLLM_CACHE_ROOT": str(fresh_cache(cache)),
         "VLLM_KIMI_EAGLE3": "on",
         # All-reduces by multicast are not what this is about, and some hosts must not be asked for them.
         "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
     }
+
+
+def ended(command: list[str], env: dict[str, str], cwd: Path) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command, whose ranks end with it.
+
+    Raises:
+        TimeoutExpired: it did not end.
+    """
+    process = subprocess.Popen(
+        command,
+        env=env,
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=SECONDS)
+    finally:
+        # A rank that waits for one that is gone would keep its GPU busy for the cases to come.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, out, err
 
 
 def verified(name: str, pair: dict[str, Path], folder: Path) -> dict[str, Any]:
@@ -104,17 +134,17 @@ def verified(name: str, pair: dict[str, Path], folder: Path) -> dict[str, Any]:
         arguments += ["--speculative-config", json.dumps(drafted | {"draft_tensor_parallel_size": 1})]
     env = {**os.environ, **environment(runner, folder / f"cache {name}")}
     command += [*COMMON, *SMALL, *arguments]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=folder, timeout=400)
-    result: dict[str, Any] = {"exit_code": done.returncode, "log": done.stderr[-6000:]}
-    if done.stdout.strip():
-        found = json.loads(done.stdout)
+    code, out, err = ended(command, env, folder)
+    result: dict[str, Any] = {"exit_code": code, "log": err[-6000:]}
+    if out.strip():
+        found = json.loads(out)
         keys = ("ok", "rows", "max_relative_error", "captured", "ranks", "runner", "problems")
         result |= {key: found.get(key) for key in keys}
         result["situations"] = len(found["situations"])
     else:
-        result["said"] = (done.stderr.strip().splitlines() or [""])[-1][-600:]
+        result["said"] = (err.strip().splitlines() or [""])[-1][-600:]
     refused = "PP 2" in name
-    result["ok"] = done.returncode == 2 and "pipeline" in result.get("said", "") if refused else result.get("ok", False)
+    result["ok"] = code == 2 and "pipeline" in result.get("said", "") if refused else result.get("ok", False)
     return result
 
 
@@ -145,7 +175,9 @@ def served(name: str, pair: dict[str, Path], folder: Path) -> dict[str, Any]:
     lines = log.read_text(errors="replace").splitlines()
     wanted = str(RIGHT)
     said = {line.partition(")")[0].lstrip("(") for line in lines if f"boundaries {wanted}" in line}
-    result |= {"boundaries_said_by": sorted(said), "log": "\n".join(lines)[-6000:]}
+    # What a worker ended with stands before what the processes around it say of it.
+    reason = [line for line in lines if "Error" in line][:20]
+    result |= {"boundaries_said_by": sorted(said), "log": "\n".join([*reason, "..."]) + "\n".join(lines)[-6000:]}
     result["ok"] = "error" not in result and bool(said) and result["drafted"] > 0
     return result
 
@@ -161,10 +193,14 @@ def main() -> int:
         help="cases at the same time; ranks that wait for each other keep a GPU busy, so more is slower",
     )
     parser.add_argument("--seconds", type=duration, default=1e9, help="start no further case after this time")
+    parser.add_argument("--only", type=pattern, default="", metavar="REGEX", help="only the cases whose name it finds")
     options = parser.parse_args()
+    names = [name for name in (*SERVED, *VERIFIED) if RAY or "Ray" not in name]
+    names = [name for name in names if re.search(options.only, name)]
+    if not names:
+        parser.error(f"--only {options.only}: no case has such a name; without --only all run")
     need_gpus(parser, 2)
     started = time.monotonic()
-    names = [name for name in (*SERVED, *VERIFIED) if RAY or "Ray" not in name]
     report: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "hardware": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}",
@@ -186,7 +222,7 @@ def main() -> int:
             try:
                 result = (served if name in SERVED else verified)(name, pair, folder)
             except subprocess.TimeoutExpired:
-                result = {"ok": False, "error": "did not end within 400 s"}
+                result = {"ok": False, "error": f"did not end within {SECONDS} s"}
             return {"case": name, **result, "seconds": round(time.monotonic() - began, 1)}
 
         running = {pool.submit(case, name): name for name in names}

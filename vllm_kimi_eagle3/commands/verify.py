@@ -23,6 +23,8 @@ from vllm_kimi_eagle3.patching.release import installed_release
 from vllm_kimi_eagle3.verify.start import parse, quiet_stdout, require_vllm, start
 
 if TYPE_CHECKING:
+    import torch
+
     from vllm_kimi_eagle3.verify.compare import Comparison
     from vllm_kimi_eagle3.verify.drive import Driver, Request, Served
     from vllm_kimi_eagle3.verify.oracle import Oracle
@@ -128,7 +130,7 @@ def _verify(options: argparse.Namespace) -> tuple[Facts, Comparison]:
     import torch
 
     from vllm_kimi_eagle3 import activation
-    from vllm_kimi_eagle3.verify.compare import compare
+    from vllm_kimi_eagle3.verify.compare import FLIPPED, TIMES_ROUNDED_CACHE, compare
     from vllm_kimi_eagle3.verify.drive import CaptureError, Driver
     from vllm_kimi_eagle3.verify.report import Facts
 
@@ -148,6 +150,11 @@ def _verify(options: argparse.Namespace) -> tuple[Facts, Comparison]:
     try:
         driver = Driver(engine)
         chosen, oracle = _reference(options, boundaries, dtype, driver)
+        bar, times = options.tolerance, 2.0
+        if _cache(options, dtype, driver) is not None:
+            times = TIMES_ROUNDED_CACHE
+            if bar is None and chosen == "self":
+                bar = FLIPPED  # a prefill attends to what is not rounded yet
         served = _serve(options, driver, prompts, config)
         # The rows of whole requests are held from here on; `self` asks the engine once more for each.
         comparison = compare(
@@ -157,7 +164,8 @@ def _verify(options: argparse.Namespace) -> tuple[Facts, Comparison]:
             dtype=dtype,
             block_size=config.cache_config.block_size,
             max_model_len=max_model_len,
-            bar=options.tolerance,
+            bar=bar,
+            times=times,
             progress=lambda done: _progress("compared", done, len(served)),
         )
         captured = driver.info["captured"]
@@ -253,6 +261,7 @@ def _reference(options: argparse.Namespace, boundaries: list[int], dtype: str, d
 
     from vllm_kimi_eagle3.verify.oracle import CheckpointOracle, PrefillOracle
 
+    cache = _cache(options, dtype, driver)
     if options.reference != "self":
         target, drafter = Path(options.target), Path(options.drafter)
         size, drafter_size = _weights(target), _weights(drafter)
@@ -261,12 +270,32 @@ def _reference(options: argparse.Namespace, boundaries: list[int], dtype: str, d
             lazy = size > WHOLE_BYTES
             check_drafts = drafter if drafter_size <= WHOLE_BYTES and not lazy else None
             try:
-                return "hf", CheckpointOracle(target, check_drafts, boundaries, getattr(torch, dtype), lazy=lazy)
+                return "hf", CheckpointOracle(
+                    target,
+                    check_drafts,
+                    boundaries,
+                    getattr(torch, dtype),
+                    lazy=lazy,
+                    cache_dtype=cache,
+                    latent_cache=driver.info["mla"],
+                )
             except (ValueError, KeyError, OSError) as error:
                 if options.reference == "hf":
                     raise PlanError(f"--reference hf: {error}") from None
                 print(f"no reference from the checkpoints, the engine's own prefill instead: {error}", file=sys.stderr)
     return "self", PrefillOracle(driver)
+
+
+def _cache(options: argparse.Namespace, dtype: str, driver: Driver) -> torch.dtype | None:
+    """What the engine's KV cache rounds to beyond ``dtype``; its worker knows, since a checkpoint may ask for fp8."""
+    from vllm_kimi_eagle3.verify.oracle import cache_dtype
+
+    try:
+        return cache_dtype(driver.info["cache_dtype"], dtype)
+    except ValueError as error:
+        if options.tolerance is not None:
+            return None  # whoever gives a bar knows what this cache costs
+        raise PlanError(f"{error}; verify without --kv-cache-dtype, or give --tolerance") from None
 
 
 def _weights(folder: Path) -> int:

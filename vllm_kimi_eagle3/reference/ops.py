@@ -37,9 +37,14 @@ def placed(embeds: Tensor, media: Media | None) -> Tensor:
 
 
 class Cache:
-    """Whatever each layer's attention keeps, as tensors whose first dimension is the position."""
+    """Whatever each layer's attention keeps, as tensors whose first dimension is the position.
 
-    def __init__(self) -> None:
+    Args:
+        dtype: what it is stored in; None for the activations' own.
+    """
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self.dtype = dtype
         self._layers: dict[int, tuple[Tensor, ...]] = {}
 
     @property
@@ -50,6 +55,9 @@ class Cache:
     def extend(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
         """Append T rows to each of a layer's tensors and return the whole tensors."""
         old = self._layers.get(layer)
+        if self.dtype is not None:
+            most = torch.finfo(self.dtype).max  # beyond it fp8 has NaN or infinity, where the engines take the largest
+            new = tuple(t.clamp(-most, most).to(self.dtype).to(t.dtype) for t in new)
         whole = new if old is None else tuple(torch.cat(pair) for pair in zip(old, new, strict=True))
         self._layers[layer] = whole
         return whole
@@ -206,9 +214,14 @@ class MLA:
         config: the model's config.
         lora_norm_eps: epsilon of the norms on the two latents. vLLM uses rms_norm_eps; DeepSeek's own code and
             Transformers always use 1e-6, which differs where rms_norm_eps is another number.
+        latent_cache: keep the latents, as MLA's backends do; else every head's keys and values, as vLLM does without
+            MLA. It is the same but for what a cache in another dtype rounds.
     """
 
-    def __init__(self, config: Mapping[str, Any], lora_norm_eps: float | None = None) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], lora_norm_eps: float | None = None, *, latent_cache: bool = True
+    ) -> None:
+        self.latent_cache = latent_cache
         self.nope = int(config["qk_nope_head_dim"])
         self.rope_dim = int(config["qk_rope_head_dim"])
         self.rank = int(config["kv_lora_rank"])
@@ -218,7 +231,7 @@ class MLA:
         self.scale = (self.nope + self.rope_dim) ** -0.5 * self.rope.softmax_factor
 
     def __call__(self, w: Weights, name: str, x: Tensor, cache: Cache, layer: int, start: int) -> Tensor:
-        """(T, width) -> (T, H); keeps the normed latent and the one rotated key that all heads share."""
+        """(T, width) -> (T, H); keeps the normed latent and the one rotated key that all heads share, or their own."""
         if f"{name}.q_a_proj.weight" in w:
             q = rms_norm(w, f"{name}.q_a_layernorm", linear(w, f"{name}.q_a_proj", x), self.eps)
             q = linear(w, f"{name}.q_b_proj", q)
@@ -229,8 +242,12 @@ class MLA:
 
         latent, k_rope = linear(w, f"{name}.kv_a_proj_with_mqa", x).split((self.rank, self.rope_dim), dim=-1)
         latent = rms_norm(w, f"{name}.kv_a_layernorm", latent, self.eps)
-        latent, k_rope = cache.extend(layer, latent, self.rope(k_rope[:, None], start))
+        k_rope = self.rope(k_rope[:, None], start)
+        if self.latent_cache:
+            latent, k_rope = cache.extend(layer, latent, k_rope)
         kv = linear(w, f"{name}.kv_b_proj", latent).unflatten(-1, (-1, self.nope + self.v_dim))
         k_nope, v = kv.split((self.nope, self.v_dim), dim=-1)
         k = torch.cat((k_nope, k_rope.expand(-1, k_nope.shape[1], -1)), dim=-1)
+        if not self.latent_cache:
+            k, v = cache.extend(layer, k, v)
         return linear(w, f"{name}.o_proj", attend(q, k, v, self.scale))

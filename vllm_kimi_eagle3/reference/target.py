@@ -65,28 +65,47 @@ class Target:
         config: its config.json (for Kimi-K2.5 the ``text_config``).
         weights: tensors by their names in a DeepSeek-V3 checkpoint.
         lora_norm_eps: see ``MLA``; the default is what vLLM does.
+        cache_dtype: see ``Cache``.
+        latent_cache: see ``MLA``.
 
     Raises:
         ValueError: the config asks for routing or activations other than DeepSeek-V3's.
     """
 
-    def __init__(self, config: Mapping[str, Any], weights: Weights, *, lora_norm_eps: float | None = None) -> None:
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        weights: Weights,
+        *,
+        lora_norm_eps: float | None = None,
+        cache_dtype: torch.dtype | None = None,
+        latent_cache: bool = True,
+    ) -> None:
         for key, known in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("hidden_act", "silu")):
             if config.get(key, known) != known:
                 raise ValueError(f"config has {key}={config[key]!r}; the reference models {known!r} only")
         self.config = dict(config)
         self.weights = weights
+        self.cache_dtype = cache_dtype
         self.num_layers = int(config["num_hidden_layers"])
         self.vocab_size = int(config["vocab_size"])
         self.eps = float(config["rms_norm_eps"])
-        self.attention = MLA(config, lora_norm_eps)
+        self.attention = MLA(config, lora_norm_eps, latent_cache=latent_cache)
         self.tied = bool(config.get("tie_word_embeddings"))
 
     @classmethod
-    def load(cls, folder: str | Path, *, dtype: torch.dtype = torch.float32, lazy: bool = False) -> Target:
-        """Read a target from a checkpoint folder; see ``load_checkpoint`` for the arguments and errors."""
+    def load(
+        cls,
+        folder: str | Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        lazy: bool = False,
+        cache_dtype: torch.dtype | None = None,
+        latent_cache: bool = True,
+    ) -> Target:
+        """Read a target from a checkpoint folder; see above and ``load_checkpoint`` for the arguments and errors."""
         checkpoint = load_checkpoint(folder, dtype=dtype, lazy=lazy)
-        return cls(checkpoint.config, checkpoint.weights)
+        return cls(checkpoint.config, checkpoint.weights, cache_dtype=cache_dtype, latent_cache=latent_cache)
 
     @property
     def embed_weight(self) -> Tensor:
@@ -104,7 +123,7 @@ class Target:
 
         ``media`` are the rows of pictures that stand in for the embeddings of some of the T tokens.
         """
-        cache = Cache() if cache is None else cache
+        cache = Cache(self.cache_dtype) if cache is None else cache
         start = cache.length
         stream = placed(self.embed(token_ids), media)
         boundaries = [stream]
@@ -130,7 +149,7 @@ class Target:
         stream = placed(self.embed(token_ids), media)
         kept = [stream] if wanted[0] == 0 else []
         for i in range(wanted[-1]):
-            stream = self._layer(i, stream, Cache(), 0)
+            stream = self._layer(i, stream, Cache(self.cache_dtype), 0)
             if i + 1 in wanted:
                 kept.append(stream)
         return torch.cat(kept, dim=-1)

@@ -87,12 +87,14 @@ class Runs:
             self._made[key] = make()
         return cast("_T", self._made[key])
 
-    def oracle(self, kind: str, boundaries: tuple[int, ...], dtype: str) -> CheckpointOracle:
+    def oracle(
+        self, kind: str, boundaries: tuple[int, ...], dtype: str, cache_dtype: torch.dtype | None = None
+    ) -> CheckpointOracle:
         """The reference for one kind of drafter."""
         folders = self.pair["deepseek_v3"], self.pair[f"eagle3_{kind}_boundary"]
         return self.once(
-            f"oracle {kind} {boundaries} {dtype}",
-            lambda: CheckpointOracle(*folders, boundaries, getattr(torch, dtype)),
+            f"oracle {kind} {boundaries} {dtype} {cache_dtype}",
+            lambda: CheckpointOracle(*folders, boundaries, getattr(torch, dtype), cache_dtype=cache_dtype),
         )
 
     def compared(

@@ -102,7 +102,8 @@ def install(worker: Any, limit: int = 256 << 20) -> dict[str, Any]:
         limit: bytes of rows to hold between two drains.
 
     Returns:
-        What the worker knows: runner, rank, the boundaries that the model captures, dtype, block size.
+        What the worker knows: runner, rank, the boundaries that the model captures, dtype, the cache's, whether that
+        holds latents, block size.
 
     Raises:
         RuntimeError: no drafter, or recording already.
@@ -124,6 +125,8 @@ def install(worker: Any, limit: int = 256 << 20) -> dict[str, Any]:
         "drafter": type(drafter.model).__name__,
         "captured": captured_boundaries(runner),
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
+        "cache_dtype": config.cache_config.cache_dtype,
+        "mla": bool(config.model_config.use_mla),
         "block_size": config.cache_config.block_size,
         "device": str(getattr(runner, "device", "")),
         "drafter_max_model_len": getattr(runner, "effective_drafter_max_model_len", None),

@@ -26,6 +26,29 @@ EVERY_BYTES = 256 << 20
 """Most memory for the states of all boundaries."""
 
 
+CACHE_DTYPES = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+"""What vLLM's names of a KV cache's dtype round to; "auto" is the engine's dtype."""
+
+
+def cache_dtype(name: str, dtype: str) -> torch.dtype | None:
+    """What a KV cache rounds to in an engine of ``dtype``, both by vLLM's names; None: nothing.
+
+    Raises:
+        ValueError: the reference does not model that cache.
+    """
+    if name not in ("auto", *CACHE_DTYPES):
+        raise ValueError(
+            f"a KV cache of {name} is not modelled by the reference, but auto, {', '.join(CACHE_DTYPES)} are"
+        )
+    return None if name == dtype else CACHE_DTYPES.get(name)
+
+
 class Oracle(Protocol):
     """The expected features of a token sequence, and where it can tell, the expected drafts."""
 
@@ -34,7 +57,7 @@ class Oracle(Protocol):
         ...
 
     def rounded(self, tokens: Sequence[int]) -> Tensor | None:
-        """As ``features``, computed in the engine's dtype: its distance is what rounding costs. None: unknown."""
+        """As ``features``, in the dtypes of engine and cache: its distance is what rounding costs. None: unknown."""
         ...
 
     def drafts(self, features: Tensor, tokens: Sequence[int], calls: Sequence[Call]) -> list[list[int]] | None:
@@ -55,6 +78,8 @@ class CheckpointOracle:
         boundaries: which boundaries the drafter is to be given.
         dtype: the engine's.
         lazy: hold one layer at a time, and read the weights again for each sequence.
+        cache_dtype: what the engine's KV cache is stored in; None for ``dtype``.
+        latent_cache: whether the engine's KV cache holds MLA's latents.
         drafter_media: what the drafter is to see where a prompt has a picture: ``placeholder``, ``embedding`` or
             ``last-token``; see ``fixes.drafter_media``.
 
@@ -70,6 +95,8 @@ class CheckpointOracle:
         dtype: torch.dtype = torch.float32,
         *,
         lazy: bool = False,
+        cache_dtype: torch.dtype | None = None,
+        latent_cache: bool = True,
         drafter_media: str = "placeholder",
     ) -> None:
         self.boundaries = tuple(boundaries)
@@ -78,7 +105,11 @@ class CheckpointOracle:
         self.rounded_media: Media = {}
         self.target = Target.load(target, lazy=lazy)
         self.drafter = None if drafter is None else Drafter.load(drafter, self.target)
-        self._same_dtype = None if dtype == torch.float32 else Target.load(target, dtype=dtype, lazy=lazy)
+        self._same_dtype = None
+        if dtype != torch.float32 or cache_dtype is not None:
+            self._same_dtype = Target.load(
+                target, dtype=dtype, lazy=lazy, cache_dtype=cache_dtype, latent_cache=latent_cache
+            )
 
     def about(self, media: Media, rounded: Media | None = None) -> CheckpointOracle:
         """The same oracle for one prompt with pictures: ``media`` by place in it, ``rounded`` in the engine's dtype."""

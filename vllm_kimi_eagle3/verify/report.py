@@ -120,6 +120,8 @@ def block(facts: Facts, comparison: Comparison) -> str:
         bar = max(s.bars, default=0.0)
         if s.median_bars is not None:
             drafts += f"  median {max(s.median):.1e} of {max(s.median_bars):.1e}"
+        if s.flipped:
+            drafts += f"  {s.flipped} flipped"
         state = "" if s.ok else "  WRONG" + (" ids or positions" if s.wrong_ids else "")
         lines.append(f"{s.name:<30}{s.rows:>6}  {s.max_relative_error:>8.1e}  {bar:>8.1e}  {drafts:>9}{state}")
     if missing := not_reached(comparison):
