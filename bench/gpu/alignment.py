@@ -10,8 +10,6 @@ largest relative error of every situation. Exit code 1 when any failed.
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.metadata
 import json
 import os
 import re
@@ -24,7 +22,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
+from campaign import header, need_gpus, result_file, write
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RUNNERS = {"V1": "0", "V2": "1"}
@@ -71,10 +69,11 @@ def _printed(cases: list[ET.Element]) -> list[str]:
 def main() -> int:
     """Run the suites, all at once, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="where the results go (JSON)")
+    parser.add_argument("--out", type=result_file, required=True, help="where the results go (JSON)")
     parser.add_argument("--runners", nargs="+", default=["V2", "V1"], choices=list(RUNNERS))
     parser.add_argument("--backends", nargs="+", default=[DEFAULT], metavar="NAME", help="of vLLM's MLA backends")
     options = parser.parse_args()
+    need_gpus(parser, 1)
     cells = list(product(options.runners, options.backends))
     with ThreadPoolExecutor(len(cells)) as pool:
         results = list(pool.map(lambda cell: suite(*cell), cells))
@@ -85,14 +84,10 @@ def main() -> int:
             counts = f"{result['passed']} passed, {len(result['failed'])} failed, {skipped} skipped"
             print(f"{result['runner']}, {result['backend']}: {counts}", flush=True)
     report = {
-        "date": datetime.date.today().isoformat(),
-        "hardware": torch.cuda.get_device_name(),
-        "vllm": importlib.metadata.version("vllm"),
-        "torch": torch.__version__,
-        "command": "python bench/gpu/alignment.py --out RESULT.json",
+        **header("alignment.py"),
         "results": results,
     }
-    options.out.write_text(json.dumps(report, indent=1))
+    write(options.out, report)
     return int(any(result["failed"] for result in results))
 
 

@@ -4,9 +4,13 @@
 from __future__ import annotations
 
 import argparse
+import datetime
+import importlib.metadata
 import json
 import os
 import re
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +63,23 @@ def need_gpus(parser: argparse.ArgumentParser, wanted: int) -> None:
     seen = torch.cuda.device_count()
     if seen < wanted:
         parser.error(f"this needs {wanted} GPU{'s' * (wanted > 1)}, and {seen} can be seen")
+
+
+def header(script: str) -> dict[str, Any]:
+    """What a result was measured on, with which command; where its file went is nobody's business."""
+    import torch
+
+    said = list(sys.argv[1:])
+    if "--out" in said:
+        said[said.index("--out") + 1] = "RESULT.json"
+    count = torch.cuda.device_count()
+    return {
+        "date": datetime.date.today().isoformat(),
+        "hardware": f"{count} x " * (count > 1) + torch.cuda.get_device_name(),
+        "vllm": importlib.metadata.version("vllm"),
+        "torch": torch.__version__,
+        "command": shlex.join(["python", f"bench/gpu/{script}", *said]),
+    }
 
 
 def write(path: Path, data: dict[str, Any]) -> None:

@@ -15,14 +15,10 @@ should be.
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.metadata
 import multiprocessing
 import re
-import shlex
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -31,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from campaign import count, duration, need_gpus, pattern, result_file, write
+from campaign import count, duration, header, need_gpus, pattern, result_file, write
 
 from vllm_kimi_eagle3.regression.engine import EngineFailed, Request, run_engine, served_of
 from vllm_kimi_eagle3.regression.runs import Runs, make_pair
@@ -152,14 +148,16 @@ def measure(cell: Cell, runs: Runs, root: Path | None) -> dict[str, Any]:
     except EngineFailed as failed:
         result |= {"error": failed.reason, "log": str(failed)[-8000:]}
         if any(backend in cell.name for backend in ELSEWHERE) and NOT_VALID in failed.reason:
-            result |= {"ok": True, "not_on_this_gpu": True}
+            result |= {"ok": True, "refused_by_vllm": True}
     else:
         result["engine_seconds"] = round(time.monotonic() - started, 1)
         captured = run.result["captured"]
         result |= {"runner": run.result["runner"], "captured": captured, "block_size": run.result["block_size"]}
         states = run.result.get("states", {})
         result["applied"] = [fix for fix, state in states.items() if state == "APPLIED"]
-        result["lines"] = sorted({line.partition("] ")[2][:160] for line in run.log.splitlines() if LINES.search(line)})
+        result["lines"] = sorted(
+            {line.partition("] ")[2][:160] for line in run.log.splitlines() if LINES.search(line)} - {""}
+        )
         counters = [r["counters"] for r in run.result["rounds"]]
         accepted, drafted = (sum(c[f"num_{w}_tokens"][0] for c in counters) for w in ("accepted", "draft"))
         result["acceptance_rate"] = accepted / drafted
@@ -236,11 +234,7 @@ def main() -> int:
         groups.setdefault(cell.chain or cell.name, []).append(cell)
     report: dict[str, Any] = {
         "not_run": [cell.name for cell in chosen],
-        "date": datetime.date.today().isoformat(),
-        "hardware": torch.cuda.get_device_name(),
-        "vllm": importlib.metadata.version("vllm"),
-        "torch": torch.__version__,
-        "command": shlex.join(["python", "bench/gpu/cells.py", *sys.argv[1:]]),
+        **header("cells.py"),
     }
     results: dict[str, dict[str, Any]] = {}
 

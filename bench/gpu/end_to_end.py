@@ -13,8 +13,6 @@ cases of TRITON_MLA: those ask for equal text, and float16 has fewer near-ties.
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.metadata
 import json
 import shutil
 import tempfile
@@ -23,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-import torch
+from campaign import count, duration, header, need_gpus, result_file, write
 from safetensors.torch import load_file, save_file
 
 from vllm_kimi_eagle3.regression.engine import EngineFailed, run_engine
@@ -128,22 +126,19 @@ def measure(pair: dict[str, Path], name: str, requests: list[Any]) -> dict[str, 
 def main() -> int:
     """Run the cases and write the results after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="where the results go (JSON)")
+    parser.add_argument("--out", type=result_file, required=True, help="where the results go (JSON)")
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES), metavar="NAME")
-    parser.add_argument("--at-once", type=int, default=6, help="engines that run at the same time")
-    parser.add_argument("--seconds", type=float, default=1e9, help="start no further case after this time")
+    parser.add_argument("--at-once", type=count, default=6, help="engines that run at the same time")
+    parser.add_argument("--seconds", type=duration, default=1e9, help="start no further case after this time")
     options = parser.parse_args()
+    need_gpus(parser, 1)
 
     started = time.monotonic()
     held_out = json.loads((HERE / "heldout.json").read_text())
     requests = [(list(item["prompt"].encode()), 64, []) for item in held_out]
     report: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "hardware": torch.cuda.get_device_name(),
-        "vllm": importlib.metadata.version("vllm"),
-        "torch": torch.__version__,
+        **header("end_to_end.py"),
         "settings": "bf16 (TRITON_MLA: float16), greedy, k = 3, 40 prompts in one batch, 64 tokens each",
-        "command": "python bench/gpu/end_to_end.py --out RESULT.json",
     }
     results: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.at_once) as pool:
@@ -168,7 +163,7 @@ def main() -> int:
             ordered = [results[n] for n in options.cases if n in results]
             report["results"] = [{k: v for k, v in r.items() if k != "output_ids"} for r in compared(ordered)]
             report["not_run"] = [n for n in options.cases if n not in results]
-            options.out.write_text(json.dumps(report, indent=1))
+            write(options.out, report)
     return 0
 
 

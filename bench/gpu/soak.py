@@ -13,8 +13,6 @@ as it should be.
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.metadata
 import json
 import math
 import random
@@ -29,8 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
-from campaign import need_gpus, result_file, write
+from campaign import header, need_gpus, result_file, write
 from vllm.third_party import pynvml
 
 from vllm_kimi_eagle3.bench.client import Client, ServerError
@@ -146,11 +143,7 @@ def main() -> int:
     need_gpus(parser, 1)
     prompts = [bytes(p).decode() for p in held_out_prompts()]
     report: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "hardware": torch.cuda.get_device_name(),
-        "vllm": importlib.metadata.version("vllm"),
-        "torch": torch.__version__,
-        "command": f"python bench/gpu/soak.py --out RESULT.json --minutes {options.minutes:g}",
+        **header("soak.py"),
         "settings": f"bf16, k = 3, compiled with CUDA graphs, {CLIENTS} clients, 16 requests at once",
     }
     looks: list[dict[str, float]] = []

@@ -560,7 +560,7 @@ def run_cost(options: argparse.Namespace, started: float) -> int:
             for batch in shape.concurrency:
                 for child in children:
                     child.ask({"batch": batch, "context": shape.contexts[0]})
-                turns(*children, 1, steps, 0.0)  # warm up
+                turns(*children, 1 if options.tiny else 3, steps, 0.0)  # warm up
                 cell = {"batch": batch, "context": shape.contexts[0], **turns(*children, rounds, steps, 0.0)}
                 cell["control"] = turns(*children, max(3, rounds // 3), steps, options.tamper)
                 for child in children:

@@ -3,17 +3,23 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import psutil
 import pytest
+import torch
 
 from vllm_kimi_eagle3.regression.engine import EngineFailed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench" / "gpu"))
 
+import campaign
 import cells
 import end_to_end
 import soak
@@ -63,13 +69,24 @@ def server(rate: float, *said_by: str) -> dict[str, Any]:
     ("two", "right"),
     [
         (server(0.71, *BOTH), True),
+        (server(0.71, "VllmWorker-0 pid=1", "VllmWorker-0 pid=2", "MainProcess pid=3"), True),
         (server(0.71, "EngineCore_DP0 pid=1", "APIServer pid=3"), False),
+        (server(0.71, "VllmWorker-0 pid=1", "ApiServer_0 pid=3"), False),
         (server(0.60, *BOTH), False),
         (server(0.71, *BOTH) | {"text": [(1, 2, 3, 9)] * 5}, True),
         (server(0.71, *BOTH) | {"text": [(1, 8, 9, 9)] * 5}, False),
         (server(0.71, *BOTH) | {"drafted": 0}, False),
     ],
-    ids=["both engines", "one engine alone", "less accepted", "a near-tie", "other text", "nothing drafted"],
+    ids=[
+        "both engines",
+        "both engines' workers",
+        "one engine alone",
+        "one worker alone",
+        "less accepted",
+        "a near-tie",
+        "other text",
+        "nothing drafted",
+    ],
 )
 def test_data_parallel_is_held_to_one_engine(two: dict[str, Any], right: bool) -> None:
     results = {"V2, served by one": server(0.72, "EngineCore pid=1"), "V2, DP 2": two}
@@ -111,6 +128,89 @@ def test_only_vllm_says_that_a_backend_is_not_this_gpu_s(
     runs = SimpleNamespace(pair={"deepseek_v3": Path(), "eagle3_gqa_boundary": Path()})
     result = cells.measure(cell, cast("Any", runs), None)
     assert result["ok"] is right and result["error"] == error
+
+
+def test_an_engine_that_does_not_end_is_a_result_of_its_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(*_: Any, **__: Any) -> None:
+        raise subprocess.TimeoutExpired("engine", 600)
+
+    monkeypatch.setattr(cells, "run_engine", hang)
+    (cell,) = [c for c in cells.cells(["V1"]) if c.name == "V1, TRITON_MLA, NONE"]
+    runs = SimpleNamespace(pair={"deepseek_v3": Path(), "eagle3_gqa_boundary": Path()})
+    result = cells.measure(cell, cast("Any", runs), None)
+    assert result["ok"] is False and result["error"] == "the engine did not end within 600 s"
+
+
+WAITS = "import subprocess, sys; print(subprocess.Popen(['sleep', '60']).pid, flush=True); sys.exit(int(sys.argv[1]))"
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_ranks_end_with_their_case(tmp_path: Path, code: int) -> None:
+    """A rank that is left over closes its output, or the campaign would wait for it, and is gone."""
+    leaves = WAITS.replace("'60']", "'60'], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL")
+    done, out, _ = two_gpus.ended([sys.executable, "-c", leaves, str(code)], dict(os.environ), tmp_path)
+    assert done == code and gone(int(out))
+
+
+def test_a_case_that_hangs_is_ended_with_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(two_gpus, "SECONDS", 3)
+    code = WAITS.replace("print(", "open('pid', 'w').write(str(").replace(", flush=True)", "))")
+    with pytest.raises(subprocess.TimeoutExpired):
+        two_gpus.ended([sys.executable, "-c", code, "0"], dict(os.environ), tmp_path)
+    assert gone(int((tmp_path / "pid").read_text()))
+
+
+def gone(process: int) -> bool:
+    """Whether a process has ended, at last as a zombie."""
+    for _ in range(100):
+        try:
+            if psutil.Process(process).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_the_sharded_case_tells_that_states_are_sharded(tmp_path: Path) -> None:
+    """Its sitecustomize.py, on what the installed vLLM has: without it two ranks of one engine keep whole states."""
+    (tmp_path / "sitecustomize.py").write_text(two_gpus.SEQUENCE_PARALLEL)
+    code = """
+import torch
+from unittest.mock import patch
+from vllm.config import ParallelConfig
+from vllm.model_executor.models import deepseek_v2
+config = ParallelConfig(tensor_parallel_size=2, enable_expert_parallel=True)
+print(config.use_sequence_parallel_moe, ParallelConfig(tensor_parallel_size=2).use_sequence_parallel_moe)
+try:
+    deepseek_v2.sequence_parallel_chunk(torch.zeros(4, 2))
+except Exception:
+    pass  # no ranks here
+"""
+    ran = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONPATH": path, "VLLM_KIMI_EAGLE3": "off"},
+            cwd=tmp_path / "..",
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for path in ("", str(tmp_path))
+    ]
+    assert "a rank keeps a shard" not in ran[0] and "a rank keeps a shard" in ran[1]
+    assert "False False" in ran[0] and "True False" in ran[1]
+
+
+def test_a_result_says_what_it_was_measured_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(sys, "argv", ["x.py", "--at-once", "3", "--out", "some/where.json", "--only", "V1, TP"])
+    found = campaign.header("x.py")
+    assert found["command"] == "python bench/gpu/x.py --at-once 3 --out RESULT.json --only 'V1, TP'"
+    assert found["hardware"] == "2 x NVIDIA H200"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert campaign.header("x.py")["hardware"] == "NVIDIA H200"
 
 
 def test_text_is_compared_within_a_dtype() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -10,10 +11,13 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from vllm_kimi_eagle3.commands.verify import _cache
+from vllm_kimi_eagle3.layers import PlanError
 from vllm_kimi_eagle3.regression.engine import fresh_cache
 from vllm_kimi_eagle3.tiny_kimi.materialize import HERE, materialize
 
@@ -119,8 +123,41 @@ def test_self_needs_no_second_copy_and_says_what_it_cannot_see(verify: Any, pair
     assert all(s["wrong_drafts"] is None for s in found["situations"])
 
 
+@ENGINE
+@pytest.mark.parametrize(("overlay", "stored", "code"), [("on", "auto", 0), ("on", "fp8", 0), ("stock", "fp8", 1)])
+def test_half_precision_and_a_cache_in_fp8(
+    verify: Any, pair: dict[str, Path], monkeypatch: pytest.MonkeyPatch, overlay: str, stored: str, code: int
+) -> None:
+    """Rounding is no alarm, and hides none: stock is one layer early. Without MLA, whose CPU kernel has no fp8."""
+    monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
+    done = verify(
+        *("--target", str(pair["kimi_k25_legacy"]), "--drafter", str(pair["eagle3_gqa_nested"]), "--json"),
+        *("--kv-cache-dtype", stored, "--dtype", "bfloat16", *verify.prompts, *BY_RULE, *SMALL),
+        overlay=overlay,
+    )
+    assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    wide = [s for s in found["situations"] if s["median_bar"] is not None]
+    assert len(wide) > 5 and all(s["ok"] is (code == 0) for s in wide)
+    # With one of bf16 a median of 0.02 would be an alarm.
+    assert all((s["median_relative_error"] > 0.05) is (stored == "fp8") for s in wide)
+
+
+@pytest.mark.parametrize(("given", "said"), [("nvfp4", True), ("fp8", False)])
+def test_a_cache_that_is_not_modelled(given: str, said: bool) -> None:
+    driver: Any = SimpleNamespace(info={"cache_dtype": given})
+    options = argparse.Namespace(tolerance=None)
+    if not said:
+        assert _cache(options, "bfloat16", driver) is not None
+        return
+    with pytest.raises(PlanError, match=r"a KV cache of nvfp4 is not modelled .* or give --tolerance"):
+        _cache(options, "bfloat16", driver)
+    assert _cache(argparse.Namespace(tolerance=0.3), "bfloat16", driver) is None
+
+
 BAD: dict[str, tuple[list[str], list[str]]] = {
     "no target": (["--target", "nowhere/at/all", "--drafter", "DRAFTER"], ["nowhere/at/all", "no such folder"]),
+    "empty name": (["--target", "", "--drafter", "DRAFTER"], ["--target is empty", "owner/model"]),
     "no drafter": (["--target", "TARGET", "--drafter", "./nothing"], ["./nothing", "no such folder"]),
     "empty folder": (["--target", "TARGET", "--drafter", "EMPTY"], ["config.json"]),
     "no drafts": (["--target", "TARGET", "--drafter", "DRAFTER", "--num-speculative-tokens", "0"], ["0", "at least 1"]),

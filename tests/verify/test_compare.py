@@ -233,6 +233,91 @@ def test_one_flipped_row_does_not_widen_the_bar_of_all() -> None:
     assert not found.ok and found.max_relative_error < min(found.situations["whole prefill"].bars)
 
 
+LONG = [*range(3, 40)]
+
+
+def flip(*rows: int, by: float = 0.2) -> Any:
+    """These rows are off by a share of their length, away from all other states."""
+
+    def spoil(call: Call) -> None:
+        aside = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, -1.0, 1.0, -1.0])
+        for row in rows:
+            call.rows[row] += by * aside * call.rows[row].norm() / aside.norm()
+
+    return spoil
+
+
+def another_position(call: Call) -> None:
+    call.rows[30] = call.rows[34]
+
+
+def another_boundary(call: Call) -> None:
+    """Boundary 6 of the fake is twice boundary 5, and half of that is no more than 0.3 away."""
+    call.rows[30, 4:] = 1.28 * states(LONG)[30, 4:]
+
+
+class Dense(Oracle):
+    """Has a boundary between two others, which is near to both."""
+
+    def every(self, tokens: Sequence[int]) -> Tensor:
+        found = super().every(tokens)
+        found[:, 3] = found[:, 5] * 1.25
+        return found
+
+
+@pytest.mark.parametrize(
+    ("spoil", "right"),
+    [
+        (flip(30), True),
+        (flip(3, 30), False),
+        (flip(30, by=0.35), False),
+        (flip(30, by=math.nan), False),
+        (another_position, False),
+        (another_boundary, False),
+    ],
+    ids=["one of 37", "two", "too far", "nan", "another position's", "another boundary's"],
+)
+def test_one_row_in_a_hundred_may_have_flipped(spoil: Any, right: bool) -> None:
+    one = Served("r0", LONG, [40])
+    one.calls.append(Call("r0", 0, states(LONG) * 1.001, [*LONG[1:], 40], [*range(len(LONG))], [1, 2], len(LONG)))
+    assert judge(one, oracle=Dense(floor=0.001), dtype="bfloat16").ok
+    spoil(one.calls[0])
+    found = judge(one, oracle=Dense(floor=0.001), dtype="bfloat16")
+    assert found.ok is right and found.situations["whole prefill"].flipped == int(right)
+    assert ("1 flipped" in block(FACTS, found)) is right
+    # Where a bar is given, or everything is exact, there is no such row.
+    assert not judge(one, oracle=Dense(floor=0.001), dtype="bfloat16", bar=0.1).ok
+    assert not judge(one).ok
+
+
+def test_a_hundred_rows_make_room_for_another_flip() -> None:
+    text = [*range(3, 223)]
+    one = Served("r0", text, [40])
+    one.calls.append(Call("r0", 0, states(text), [*text[1:], 40], [*range(len(text))], [1, 2], len(text)))
+    flip(30, 70)(one.calls[0])
+    assert judge(one, oracle=Oracle(floor=0.001), dtype="bfloat16").ok
+    flip(90)(one.calls[0])
+    assert not judge(one, oracle=Oracle(floor=0.001), dtype="bfloat16").ok
+
+
+def test_kernels_may_round_a_small_cache_twice_as_much() -> None:
+    """The median four times, but the worst row, which a flip makes, no more than ever."""
+    one = Served("r0", LONG, [40])
+    one.calls.append(Call("r0", 0, states(LONG) * 1.003, [*LONG[1:], 40], [*range(len(LONG))], [1, 2], len(LONG)))
+
+    class Worse(Oracle):
+        def rounded(self, tokens: Sequence[int]) -> Tensor | None:
+            rows = states(tokens) * 1.001
+            rows[3] *= 1.01
+            return rows
+
+    assert not judge(one, oracle=Worse(), dtype="bfloat16").ok
+    assert judge(one, oracle=Worse(), dtype="bfloat16", times=4.0).ok
+    one.calls[0].rows *= 1.002
+    assert not judge(one, oracle=Worse(), dtype="bfloat16", times=4.0).ok
+    assert not judge(one, oracle=Oracle(floor=0.001), dtype="bfloat16", times=4.0).ok
+
+
 def test_the_page_holds_everything_and_escapes() -> None:
     page = html(FACTS, judge(served()))
     assert "<script>" not in page and "&lt;script&gt;" in page

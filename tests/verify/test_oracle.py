@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_kimi_eagle3.reference import Target, fc_rows
+from vllm_kimi_eagle3.reference import Cache, Target, fc_rows
 from vllm_kimi_eagle3.tiny_kimi.materialize import materialize
 from vllm_kimi_eagle3.verify import capture
 from vllm_kimi_eagle3.verify.capture import Call
 from vllm_kimi_eagle3.verify.drive import CaptureError, Driver, Request
-from vllm_kimi_eagle3.verify.oracle import CheckpointOracle
+from vllm_kimi_eagle3.verify.oracle import CheckpointOracle, cache_dtype
 
 TOKENS = list(b"1, 2, 3, 4, 5, 6, 7, 8")
 
@@ -45,6 +45,47 @@ def test_a_model_that_is_read_as_it_goes_says_the_same(pair: dict[str, Path]) ->
     rounded = whole.rounded(TOKENS)
     assert rounded is not None and torch.equal(rounded, lazy.rounded(TOKENS))
     assert 0 < (rounded - whole.features(TOKENS)).norm() / rounded.norm() < 0.1
+
+
+@pytest.mark.parametrize("latent", [True, False])
+def test_a_cache_of_a_smaller_dtype_costs_what_it_rounds(pair: dict[str, Path], latent: bool) -> None:
+    def oracle(dtype: torch.dtype, cache: torch.dtype | None) -> CheckpointOracle:
+        return CheckpointOracle(pair["kimi_k25"], None, (4, 7, 9), dtype, cache_dtype=cache, latent_cache=latent)
+
+    plain = oracle(torch.float32, None)
+    assert plain.rounded(TOKENS) is None
+    right = plain.features(TOKENS)
+    costs: list[float] = []
+    for cache in (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2):
+        rounded = oracle(torch.float32, cache).rounded(TOKENS)
+        assert rounded is not None
+        costs.append(float((rounded - right).norm() / right.norm()))
+    # Eight bits of mantissa, then four and three with the leading one.
+    assert 0 < 8 * costs[0] < costs[1] < costs[2] < 0.3
+    # The model itself, and what is compared with it, are not rounded.
+    assert torch.equal(oracle(torch.float32, torch.float8_e4m3fn).features(TOKENS), right)
+
+
+def test_where_a_cache_rounds_matters_only_if_it_does(pair: dict[str, Path]) -> None:
+    def rounded(cache: torch.dtype, *, latent: bool) -> torch.Tensor | None:
+        return CheckpointOracle(pair["kimi_k25"], None, (4,), cache_dtype=cache, latent_cache=latent).rounded(TOKENS)
+
+    assert torch.equal(rounded(torch.float32, latent=True), rounded(torch.float32, latent=False))  # type: ignore[arg-type]
+    assert not torch.equal(rounded(torch.float8_e5m2, latent=True), rounded(torch.float8_e5m2, latent=False))  # type: ignore[arg-type]
+
+
+def test_a_cache_takes_the_largest_for_what_is_beyond_it() -> None:
+    (kept,) = Cache(torch.float8_e4m3fn).extend(0, torch.tensor([[1000.0, -1e30, 0.3]]))
+    assert kept.dtype == torch.float32 and kept[0, :2].tolist() == [448.0, -448.0] and 0.29 < kept[0, 2] < 0.33
+
+
+def test_names_of_caches() -> None:
+    assert cache_dtype("auto", "bfloat16") is None and cache_dtype("bfloat16", "bfloat16") is None
+    assert cache_dtype("bfloat16", "float32") == torch.bfloat16
+    assert cache_dtype("fp8", "bfloat16") == cache_dtype("fp8_e4m3", "float16") == torch.float8_e4m3fn
+    assert cache_dtype("fp8_e5m2", "float16") == torch.float8_e5m2
+    with pytest.raises(ValueError, match="nvfp4 is not modelled by the reference, but auto, float16"):
+        cache_dtype("nvfp4", "bfloat16")
 
 
 class Engine:

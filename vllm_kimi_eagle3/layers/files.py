@@ -63,8 +63,10 @@ def require_model(flag: str, value: str) -> None:
     """Refuse a model that is neither there nor the name of a repository, which vLLM would fetch.
 
     Raises:
-        PlanError: a folder that does not exist.
+        PlanError: a folder that does not exist, or nothing at all, which vLLM would take for the current folder.
     """
+    if not value:
+        raise PlanError(f"{flag} is empty; give a model's folder, or a repository's name such as owner/model")
     try:
         there = Path(value).exists()
     except OSError as error:
