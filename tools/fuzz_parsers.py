@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import importlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ class Finding(AssertionError):
 
 
 @contextlib.contextmanager
-def refusing() -> Iterator[None]:
+def refusing() -> Generator[None]:
     """Let a refusal pass that a person can read."""
     from vllm_kimi_eagle3.layers import PlanError
 
@@ -144,7 +145,7 @@ def read_corpus() -> list[bytes]:
 
 def fuzz(arguments: list[str]) -> None:
     """In a process of its own, which libFuzzer ends."""
-    import atheris
+    atheris: Any = importlib.import_module("atheris")  # where it is installed: it has no types
 
     with atheris.instrument_imports(include=["vllm_kimi_eagle3.layers"]):
         import vllm_kimi_eagle3.layers.explain

@@ -74,9 +74,9 @@ def main() -> int:
     parser.add_argument("--backends", nargs="+", default=[DEFAULT], metavar="NAME", help="of vLLM's MLA backends")
     options = parser.parse_args()
     need_gpus(parser, 1)
-    cells = list(product(options.runners, options.backends))
+    cells: list[tuple[str, str]] = list(product(options.runners, options.backends))
     with ThreadPoolExecutor(len(cells)) as pool:
-        results = list(pool.map(lambda cell: suite(*cell), cells))
+        results = list(pool.map(suite, *zip(*cells, strict=True)))
     with options.out.with_suffix(".log").open("w") as log:
         for result in results:
             log.write(f"==== {result['runner']}, {result['backend']}\n{result.pop('log')}\n")

@@ -91,20 +91,21 @@ def prepare(folder: Path) -> dict[str, Path]:
 def measure(pair: dict[str, Path], name: str, requests: list[Any]) -> dict[str, Any]:
     """Run one case; an engine that fails is a result too."""
     target, drafter, overlay, env, arguments = CASES[name]
+    options: dict[str, Any] = {"dtype": "bfloat16", **arguments}
     started = time.monotonic()
     result: dict[str, Any] = {"case": name, "target": target, "drafter": drafter, "overlay": overlay, "env": env}
     try:
         run = run_engine(
             pair[target],
             [requests],
-            drafter=drafter and pair[drafter],
+            drafter=None if drafter is None else pair[drafter],
             overlay=overlay,
             separate_core=True,
             env={"VLLM_USE_FLASHINFER_SAMPLER": "0", **env},
             max_num_seqs=64,
             # Kimi's processor wants a tokenizer, even for a server that serves text only.
             skip_tokenizer_init="kimi" not in target,
-            **{"dtype": "bfloat16", **arguments},
+            **options,
         )
     except EngineFailed as failed:
         result["error"] = failed.reason

@@ -12,7 +12,7 @@ import json
 import tempfile
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ class Ranges:
 
 
 @contextmanager
-def ranges(runner: Any) -> Iterator[Ranges]:
+def ranges(runner: Any) -> Generator[Ranges]:
     """``Ranges`` for a while."""
     wrapped = Ranges(runner)
     try:

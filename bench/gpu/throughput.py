@@ -37,7 +37,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -181,7 +181,7 @@ class Engine:
         return time.perf_counter() - began, tokens, any(output.finished for output in outputs)
 
     @contextmanager
-    def requests(self, concurrency: int, context: int, room: int = ROOM) -> Iterator[None]:
+    def requests(self, concurrency: int, context: int, room: int = ROOM) -> Generator[None]:
         """Requests that all decode, the prompts read and the first steps done; aborted at the end."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -557,12 +557,17 @@ def run_cost(options: argparse.Namespace, started: float) -> int:
             children += [Child(name, Path(folder) / f"{name}.log") for name in ("stock", "overlay")]
             report["runner"] = [child.read()["runner"] for child in children]
             say(f"{report['vllm']}: both engines started after {time.monotonic() - started:.0f} s")
+            stock, overlay = children
             for batch in shape.concurrency:
                 for child in children:
                     child.ask({"batch": batch, "context": shape.contexts[0]})
-                turns(*children, 1 if options.tiny else 3, steps, 0.0)  # warm up
-                cell = {"batch": batch, "context": shape.contexts[0], **turns(*children, rounds, steps, 0.0)}
-                cell["control"] = turns(*children, max(3, rounds // 3), steps, options.tamper)
+                turns(stock, overlay, 1 if options.tiny else 3, steps, 0.0)  # warm up
+                cell: dict[str, Any] = {
+                    "batch": batch,
+                    "context": shape.contexts[0],
+                    **turns(stock, overlay, rounds, steps, 0.0),
+                }
+                cell["control"] = turns(stock, overlay, max(3, rounds // 3), steps, options.tamper)
                 for child in children:
                     child.ask({})
                 report["cells"].append(cell)
