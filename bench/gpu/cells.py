@@ -6,10 +6,9 @@
 Needs a CUDA vLLM, this package installed (its entry point must be found), and a GPU with 40 GB free. Each cell is an
 engine of its own that serves the situations of tests/alignment and a batch of 64; every row, id, position and draft is
 compared with the reference, and those of the first round once more with the boundaries one early and one late, which
-must be wrong. The
-cells whose name begins with "cache" start one after another in one cache directory. A backend that vLLM has for other
-GPUs only is to be refused by vLLM. Nothing is timed, so engines run side by side. Exit code 1 when a cell is not as it
-should be.
+must be wrong. The cells whose name begins with "cache" start one after another in one cache directory. A backend that
+vLLM has for other GPUs only is to be refused by vLLM. Nothing is timed, so engines run side by side. Exit code 1 when a
+cell is not as it should be.
 """
 
 from __future__ import annotations
