@@ -375,27 +375,33 @@ def _flipped(
     bars: Sequence[float],
     total: int,
 ) -> dict[int, list[int]]:
-    """By ``id`` of a call, its rows beyond the bars that are right but for an expert which rounding has changed.
+    """By ``id`` of a call, its rows beyond the bars, if all are right but for experts which rounding has changed.
 
-    None where they are more than ``FLIPPED_SHARE`` of ``total`` rows, though one is always allowed.
+    They may be ``FLIPPED_SHARE`` of ``total`` rows, and one is always allowed.
     """
+    bar = torch.tensor(bars, dtype=torch.float64)
+    beyond = [(errors > bar).any(1).nonzero().flatten().tolist() for *_, errors in differing]
+    if sum(map(len, beyond)) > max(1, FLIPPED_SHARE * total):
+        return {}
     found: dict[int, list[int]] = {}
-    count = len(boundaries)
-    for oracle, tokens, call, errors in differing:
-        beyond = (errors > torch.tensor(bars, dtype=errors.dtype)).any(1)
-        for row in (beyond & (errors <= FLIPPED).all(1)).nonzero().flatten().tolist():
+    for (oracle, tokens, call, errors), rows in zip(differing, beyond, strict=True):
+        if not rows:
+            continue
+        want = oracle.features(tokens).unflatten(1, (len(boundaries), -1)).double()  # (T, n, H)
+        states = oracle.every(tokens)
+        for row in rows:
             position = call.positions[row]
-            got = call.rows[row].unflatten(0, (count, -1)).double()  # (n, H)
-            want = oracle.features(tokens).unflatten(1, (count, -1)).double()  # (T, n, H)
+            got = call.rows[row].unflatten(0, (len(boundaries), -1)).double()  # (n, H)
             others = [(got - want).norm(dim=-1)]
-            own, states = others[0][position], oracle.every(tokens)
+            own = others[0][position]
             if states is not None and position < len(states):
                 others.append((got[None] - states[position].double()[:, None]).norm(dim=-1))  # (L + 1, n)
-            # Not argmin: the embeddings of one token are the same wherever it stands.
-            if bool((own <= torch.cat(others).amin(0) * (1 + 1e-6)).all()):
-                found.setdefault(id(call), []).append(row)
-    few = sum(map(len, found.values())) <= max(1, FLIPPED_SHARE * total)
-    return found if few else {}
+            # Not argmin: the embeddings of one token are the same wherever it stands. Written so that NaN fails.
+            near = own <= torch.cat(others).amin(0) * (1 + 1e-6)
+            if not bool(near.all() and (errors[row] <= FLIPPED).all()):
+                return {}
+        found[id(call)] = rows
+    return found
 
 
 def _without(errors: Tensor, rows: Sequence[int]) -> Tensor:
