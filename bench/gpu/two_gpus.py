@@ -57,6 +57,8 @@ VERIFIED: dict[str, tuple[str, str, str, list[str]]] = {
         ("TP 2, drafter on one rank", "deepseek_v3", GQA, [*TP, *EAGER, "draft"]),
         ("TP 2, experts parallel", "kimi_k25", GQA, [*TP, *EP, *EAGER]),
         ("TP 2, sequence parallel", "deepseek_v3", GQA, [*TP, *EP, *EAGER]),
+        # One token in a step is as many rows as a rank's shard of them: vLLM may take the shard for the whole.
+        ("TP 2, sequence parallel, a prompt of one token", "deepseek_v3", GQA, [*TP, *EP, *EAGER]),
         ("TP 2, Ray", "deepseek_v3", GQA, [*TP, *EAGER, "--distributed-executor-backend", "ray"]),
         ("PP 2", "deepseek_v3", GQA, ["--pipeline-parallel-size", "2", *EAGER]),
     )
@@ -146,7 +148,8 @@ def verified(name: str, pair: dict[str, Path], folder: Path) -> dict[str, Any]:
     """One case of ``verify``."""
     runner, target, drafter, arguments = VERIFIED[name]
     command = [sys.executable, "-m", "vllm_kimi_eagle3.cli", "verify", "--json", "--reference", "hf"]
-    command += ["--target", str(pair[target]), "--drafter", str(pair[drafter]), "--prompts", str(folder / "prompts")]
+    prompts = folder / ("one token" if "one token" in name else "prompts")
+    command += ["--target", str(pair[target]), "--drafter", str(pair[drafter]), "--prompts", str(prompts)]
     if "draft" in arguments:
         drafted = {"method": "eagle3", "model": str(pair[drafter]), "num_speculative_tokens": 3}
         arguments = [a for a in arguments if a != "draft"]
@@ -236,6 +239,7 @@ def main() -> int:
         folder = Path(name)
         pair = make_pair(folder, wide=True)
         (folder / "prompts").write_text(json.dumps([bytes(p).decode() for p in held_out_prompts()[::4]]))
+        (folder / "one token").write_text(json.dumps([[held_out_prompts()[0][0]]]))
 
         def case(name: str) -> dict[str, Any] | None:
             if time.monotonic() - started > options.seconds:
