@@ -15,7 +15,7 @@ from browser import needs_browser, picture
 from torch import Tensor
 
 from vllm_kimi_eagle3.verify.capture import Call
-from vllm_kimi_eagle3.verify.compare import Comparison, _embeddings, compare, rounding
+from vllm_kimi_eagle3.verify.compare import Comparison, Situation, _embeddings, compare, rounding
 from vllm_kimi_eagle3.verify.drive import Served
 from vllm_kimi_eagle3.verify.report import Facts, block, html, to_json
 
@@ -159,6 +159,31 @@ def test_whatever_differs_is_seen_and_printed(spoil: Any) -> None:
     assert to_json(FACTS, found)["ok"] is False
     if found.situations:
         assert "wrong" in html(FACTS, found)
+
+
+@pytest.mark.parametrize(
+    ("errors", "bars", "shown"),
+    [
+        ([0.15, 0.12], [0.28, 0.1], (0.12, 0.1)),
+        ([0.15, 0.05], [0.28, 0.1], (0.15, 0.28)),
+        ([0.0, 0.05], [0.0, 0.1], (0.05, 0.1)),
+        ([0.01, 0.05], [0.0, 0.1], (0.01, 0.0)),
+        ([0.0], [0.0], (0.0, 0.0)),
+    ],
+    ids=["beyond its own bar", "nearest to its bar", "an exact boundary", "one that should be exact", "nothing else"],
+)
+def test_the_boundary_that_decides_is_shown(errors: list[float], bars: list[float], shown: tuple[float, float]) -> None:
+    found = Situation("x", (0, 4)[: len(errors)], errors=errors, bars=bars, median=errors, median_bars=bars)
+    assert found.worst == found.worst_median == shown
+    line = next(line for line in block(FACTS, Comparison({"x": found}, [])).splitlines() if line.startswith("x "))
+    assert f"{shown[0]:.1e}   {shown[1]:.1e}" in line and "median {:.1e} of {:.1e}".format(*shown) in line
+    assert found.to_json()["bar_by_boundary"] == dict(zip(("0", "4"), bars, strict=False))
+
+
+def test_nan_is_shown_before_all() -> None:
+    error, bar = Situation("x", (0, 4), errors=[9.0, math.nan], bars=[0.1, 0.2]).worst
+    assert math.isnan(error) and bar == 0.2
+    assert Situation("x", (0, 4), errors=[9.0, math.nan], bars=[0.1, 0.2]).worst_median is None
 
 
 def test_no_requests_are_no_proof() -> None:

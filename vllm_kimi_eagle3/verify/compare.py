@@ -21,6 +21,7 @@ many times that of the same-dtype reference.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,6 +84,16 @@ class Situation:
         """Over all rows and boundaries."""
         return max(self.errors, default=0.0)
 
+    @property
+    def worst(self) -> tuple[float, float]:
+        """Error and bar of the boundary that is nearest to its bar, or furthest beyond it."""
+        return _nearest(self.errors, self.bars)
+
+    @property
+    def worst_median(self) -> tuple[float, float] | None:
+        """The same of the medians; None where there is no bar for them."""
+        return None if self.median_bars is None else _nearest(self.median, self.median_bars)
+
     def to_json(self) -> dict[str, Any]:
         """As ``verify --json`` prints it."""
         return {
@@ -93,12 +104,24 @@ class Situation:
             "max_relative_error": self.max_relative_error,
             "by_boundary": dict(zip(map(str, self.boundaries), self.errors, strict=True)),
             "bar": max(self.bars, default=0.0),
+            "bar_by_boundary": dict(zip(map(str, self.boundaries), self.bars, strict=True)),
             "median_relative_error": max(self.median, default=0.0),
             "median_bar": None if self.median_bars is None else max(self.median_bars),
             "flipped_rows": self.flipped,
             "wrong_drafts": self.wrong_drafts,
             "wrong_ids": self.wrong_ids,
         }
+
+
+def _nearest(errors: Sequence[float], bars: Sequence[float]) -> tuple[float, float]:
+    def share(pair: tuple[float, float]) -> float:
+        error, bar = pair
+        if math.isnan(error):
+            return math.inf
+        # The reference's own embeddings, boundary 0, are exact in every dtype, so that their bar is 0.
+        return 0.0 if error == 0 else error / bar if bar else math.inf
+
+    return max(zip(errors, bars, strict=True), key=share)
 
 
 @dataclass

@@ -117,13 +117,13 @@ def block(facts: Facts, comparison: Comparison) -> str:
     ]
     for s in comparison.situations.values():
         drafts = "" if s.wrong_drafts is None else f"{s.calls - s.wrong_drafts}/{s.calls}"
-        bar = max(s.bars, default=0.0)
-        if s.median_bars is not None:
-            drafts += f"  median {max(s.median):.1e} of {max(s.median_bars):.1e}"
+        error, bar = s.worst
+        if s.worst_median is not None:
+            drafts += "  median {:.1e} of {:.1e}".format(*s.worst_median)
         if s.flipped:
             drafts += f"  {s.flipped} flipped"
         state = "" if s.ok else "  WRONG" + (" ids or positions" if s.wrong_ids else "")
-        lines.append(f"{s.name:<30}{s.rows:>6}  {s.max_relative_error:>8.1e}  {bar:>8.1e}  {drafts:>9}{state}")
+        lines.append(f"{s.name:<30}{s.rows:>6}  {error:>8.1e}  {bar:>8.1e}  {drafts:>9}{state}")
     if missing := not_reached(comparison):
         lines += textwrap.wrap("not reached: " + ", ".join(missing), 100, subsequent_indent="  ")
     lines += [f"problem: {problem}" for problem in comparison.problems]
@@ -234,8 +234,8 @@ def _panel(s: Situation) -> dict[str, Any]:
         "name": s.name,
         "ok": s.ok,
         "rows": s.rows,
-        "error": f"{s.max_relative_error:.1e}",
-        "bar": f"{max(s.bars):.1e}",
+        "error": f"{s.worst[0]:.1e}",
+        "bar": f"{s.worst[1]:.1e}",
         "drafts": drafts,
         "height": len(s.boundaries) * _CELL_HEIGHT + 12,
         "labels": [(j * _CELL_HEIGHT + 9, f"boundary {b}") for j, b in enumerate(s.boundaries)],
