@@ -74,9 +74,18 @@ def test_where_a_cache_rounds_matters_only_if_it_does(pair: dict[str, Path]) -> 
     assert not torch.equal(rounded(torch.float8_e5m2, latent=True), rounded(torch.float8_e5m2, latent=False))  # type: ignore[arg-type]
 
 
-def test_a_cache_takes_the_largest_for_what_is_beyond_it() -> None:
-    (kept,) = Cache(torch.float8_e4m3fn).extend(0, torch.tensor([[1000.0, -1e30, 0.3]]))
-    assert kept.dtype == torch.float32 and kept[0, :2].tolist() == [448.0, -448.0] and 0.29 < kept[0, 2] < 0.33
+def test_cached_and_at_once_it_rounds_alike(pair: dict[str, Path]) -> None:
+    target = Target.load(pair["kimi_k25"], cache_dtype=torch.float8_e4m3fn)
+    plain = Target.load(pair["kimi_k25"])
+    found = target.features(TOKENS, (4, 7))
+    assert torch.equal(found, fc_rows(target.forward(TOKENS), (4, 7)))
+    assert not torch.equal(found, plain.features(TOKENS, (4, 7)))
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0)])
+def test_a_cache_takes_the_largest_for_what_is_beyond_it(dtype: torch.dtype, most: float) -> None:
+    (kept,) = Cache(dtype).extend(0, torch.tensor([[1e6, -1e30, 0.3]]))
+    assert kept.dtype == torch.float32 and kept[0, :2].tolist() == [most, -most] and 0.29 < kept[0, 2] < 0.33
 
 
 def test_names_of_caches() -> None:
