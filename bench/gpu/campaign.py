@@ -65,20 +65,25 @@ def need_gpus(parser: argparse.ArgumentParser, wanted: int) -> None:
         parser.error(f"this needs {wanted} GPU{'s' * (wanted > 1)}, and {seen} can be seen")
 
 
-def header(script: str) -> dict[str, Any]:
-    """What a result was measured on, with which command; where its file went is nobody's business."""
-    import torch
-
+def command(script: str) -> str:
+    """How a result can be had again; where its file went is nobody's business."""
     said = list(sys.argv[1:])
     if "--out" in said:
         said[said.index("--out") + 1] = "RESULT.json"
+    return shlex.join(["python", f"bench/gpu/{script}", *said])
+
+
+def header(script: str) -> dict[str, Any]:
+    """What a result was measured on, with which command."""
+    import torch
+
     count = torch.cuda.device_count()
     return {
         "date": datetime.date.today().isoformat(),
         "hardware": f"{count} x " * (count > 1) + torch.cuda.get_device_name(),
         "vllm": importlib.metadata.version("vllm"),
         "torch": torch.__version__,
-        "command": shlex.join(["python", f"bench/gpu/{script}", *said]),
+        "command": command(script),
     }
 
 

@@ -184,7 +184,7 @@ def measure(cell: Cell, runs: Runs, root: Path | None) -> dict[str, Any]:
                 "situations": len(right.situations),
                 "largest_error": right.max_relative_error,
                 "flipped_rows": max(x.flipped for x in right.situations.values()),
-                "bars": {n: (max(x.bars), max(x.median_bars or [0.0])) for n, x in right.situations.items()},
+                "of_bars": {n: (x.worst, x.worst_median) for n, x in right.situations.items()},
                 "median_error": median(right),
                 "median_error_one_early": median(early),
                 "median_error_one_late": median(late),

@@ -30,7 +30,6 @@ import json
 import os
 import platform
 import random
-import shlex
 import signal
 import statistics
 import subprocess
@@ -45,7 +44,7 @@ from typing import Any, TextIO
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import throughput_report
-from campaign import count, counts, duration, need_gpus, result_file, write
+from campaign import command, count, counts, duration, need_gpus, result_file, write
 from shapes import ROOM, Shape, Unfit, fit, shape_of
 from step_profile import profile_steps
 
@@ -294,7 +293,7 @@ def header(options: argparse.Namespace, shape: Shape) -> dict[str, Any]:
         "hardware": torch.cuda.get_device_name() if on_gpu else f"{platform.machine()} CPU",
         "vllm": installed_release(),
         "torch": torch.__version__,
-        "command": shlex.join(["python", "bench/gpu/throughput.py", *sys.argv[1:]]),
+        "command": command("throughput.py"),
         "settings": {
             "tiny": options.tiny,
             "about": shape.about,

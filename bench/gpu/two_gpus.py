@@ -141,6 +141,7 @@ def ended(command: list[str], env: dict[str, str], cwd: Path) -> tuple[int, str,
         # A rank that waits for one that is gone would keep its GPU busy for the cases to come.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     return process.returncode, out, err
 
 

@@ -141,22 +141,29 @@ def test_an_engine_that_does_not_end_is_a_result_of_its_cell(monkeypatch: pytest
     assert result["ok"] is False and result["error"] == "the engine did not end within 600 s"
 
 
-WAITS = "import subprocess, sys; print(subprocess.Popen(['sleep', '60']).pid, flush=True); sys.exit(int(sys.argv[1]))"
+def leaves_a_rank(tmp_path: Path, then: str) -> list[str]:
+    """A command that starts a process, writes its number to a file, and goes on."""
+    code = f"""
+import subprocess, sys
+left = subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+open({str(tmp_path / "pid")!r}, "w").write(str(left.pid))
+{then}
+"""
+    return [sys.executable, "-c", code]
 
 
 @pytest.mark.parametrize("code", [0, 3])
 def test_ranks_end_with_their_case(tmp_path: Path, code: int) -> None:
-    """A rank that is left over closes its output, or the campaign would wait for it, and is gone."""
-    leaves = WAITS.replace("'60']", "'60'], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL")
-    done, out, _ = two_gpus.ended([sys.executable, "-c", leaves, str(code)], dict(os.environ), tmp_path)
-    assert done == code and gone(int(out))
+    done, out, _ = two_gpus.ended(
+        leaves_a_rank(tmp_path, f"print('said'); sys.exit({code})"), dict(os.environ), tmp_path
+    )
+    assert (done, out) == (code, "said\n") and gone(int((tmp_path / "pid").read_text()))
 
 
 def test_a_case_that_hangs_is_ended_with_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(two_gpus, "SECONDS", 3)
-    code = WAITS.replace("print(", "open('pid', 'w').write(str(").replace(", flush=True)", "))")
     with pytest.raises(subprocess.TimeoutExpired):
-        two_gpus.ended([sys.executable, "-c", code, "0"], dict(os.environ), tmp_path)
+        two_gpus.ended(leaves_a_rank(tmp_path, "left.wait()"), dict(os.environ), tmp_path)
     assert gone(int((tmp_path / "pid").read_text()))
 
 
@@ -177,15 +184,14 @@ def test_the_sharded_case_tells_that_states_are_sharded(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(two_gpus.SEQUENCE_PARALLEL)
     code = """
 import torch
-from unittest.mock import patch
 from vllm.config import ParallelConfig
 from vllm.model_executor.models import deepseek_v2
 config = ParallelConfig(tensor_parallel_size=2, enable_expert_parallel=True)
 print(config.use_sequence_parallel_moe, ParallelConfig(tensor_parallel_size=2).use_sequence_parallel_moe)
 try:
     deepseek_v2.sequence_parallel_chunk(torch.zeros(4, 2))
-except Exception:
-    pass  # no ranks here
+except AssertionError as error:
+    assert "group is not initialized" in str(error)  # no ranks here
 """
     ran = [
         subprocess.run(

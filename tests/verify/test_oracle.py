@@ -67,11 +67,14 @@ def test_a_cache_of_a_smaller_dtype_costs_what_it_rounds(pair: dict[str, Path], 
 
 
 def test_where_a_cache_rounds_matters_only_if_it_does(pair: dict[str, Path]) -> None:
-    def rounded(cache: torch.dtype, *, latent: bool) -> torch.Tensor | None:
-        return CheckpointOracle(pair["kimi_k25"], None, (4,), cache_dtype=cache, latent_cache=latent).rounded(TOKENS)
+    def rounded(cache: torch.dtype, *, latent: bool) -> torch.Tensor:
+        oracle = CheckpointOracle(pair["kimi_k25"], None, (4,), cache_dtype=cache, latent_cache=latent)
+        found = oracle.rounded(TOKENS)
+        assert found is not None
+        return found
 
-    assert torch.equal(rounded(torch.float32, latent=True), rounded(torch.float32, latent=False))  # type: ignore[arg-type]
-    assert not torch.equal(rounded(torch.float8_e5m2, latent=True), rounded(torch.float8_e5m2, latent=False))  # type: ignore[arg-type]
+    assert torch.equal(rounded(torch.float32, latent=True), rounded(torch.float32, latent=False))
+    assert not torch.equal(rounded(torch.float8_e5m2, latent=True), rounded(torch.float8_e5m2, latent=False))
 
 
 def test_cached_and_at_once_it_rounds_alike(pair: dict[str, Path]) -> None:

@@ -149,9 +149,10 @@ def _verify(options: argparse.Namespace) -> tuple[Facts, Comparison]:
     prompts = _prompts(options, engine, max_model_len)
     try:
         driver = Driver(engine)
-        chosen, oracle = _reference(options, boundaries, dtype, driver)
+        cache = _cache(options, dtype, driver)
+        chosen, oracle = _reference(options, boundaries, dtype, cache, driver)
         bar, times = options.tolerance, 2.0
-        if _cache(options, dtype, driver) is not None:
+        if cache is not None:
             times = TIMES_ROUNDED_CACHE
             if bar is None and chosen == "self":
                 bar = FLIPPED  # a prefill attends to what is not rounded yet
@@ -255,13 +256,14 @@ def _encode(engine: Any, text: Any) -> list[int]:
     return list(tokenizer.encode(text)) if isinstance(text, str) else []
 
 
-def _reference(options: argparse.Namespace, boundaries: list[int], dtype: str, driver: Driver) -> tuple[str, Oracle]:
+def _reference(
+    options: argparse.Namespace, boundaries: list[int], dtype: str, cache: torch.dtype | None, driver: Driver
+) -> tuple[str, Oracle]:
     """The reference asked for, or the best that is feasible."""
     import torch
 
     from vllm_kimi_eagle3.verify.oracle import CheckpointOracle, PrefillOracle
 
-    cache = _cache(options, dtype, driver)
     if options.reference != "self":
         target, drafter = Path(options.target), Path(options.drafter)
         size, drafter_size = _weights(target), _weights(drafter)
