@@ -172,7 +172,7 @@ def measure(cell: Cell, runs: Runs, root: Path | None) -> dict[str, Any]:
                 dtype=s.dtype,
                 block_size=run.result["block_size"],
                 max_model_len=MAX_MODEL_LEN,
-                times=2.0 if cache is None else TIMES_ROUNDED_CACHE,
+                draft_times=2.0 if cache is None else TIMES_ROUNDED_CACHE,
             )
 
         if cell.overlay != "on":

@@ -28,6 +28,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+import torch
 from campaign import count, duration, header, need_gpus, pattern, result_file, write
 
 from vllm_kimi_eagle3.bench.client import Answer, Client, ServerError
@@ -57,33 +58,15 @@ VERIFIED: dict[str, tuple[str, str, str, list[str]]] = {
         ("TP 2, drafter on one rank", "deepseek_v3", GQA, [*TP, *EAGER, "draft"]),
         ("TP 2, experts parallel", "kimi_k25", GQA, [*TP, *EP, *EAGER]),
         ("TP 2, sequence parallel", "deepseek_v3", GQA, [*TP, *EP, *EAGER]),
-        # One token in a step is as many rows as a rank's shard of them: vLLM may take the shard for the whole.
+        # One token in a step is as many rows as a rank's shard of them (D26).
         ("TP 2, sequence parallel, a prompt of one token", "deepseek_v3", GQA, [*TP, *EP, *EAGER]),
+        ("TP 2, sequence parallel, a prompt of one token, compiled", "deepseek_v3", GQA, [*TP, *EP]),
         ("TP 2, Ray", "deepseek_v3", GQA, [*TP, *EAGER, "--distributed-executor-backend", "ray"]),
         ("PP 2", "deepseek_v3", GQA, ["--pipeline-parallel-size", "2", *EAGER]),
     )
 }
-SEQUENCE_PARALLEL = """
-import wrapt
-
-@wrapt.when_imported("vllm.config.parallel")
-def without_data_parallel(module):
-    module.ParallelConfig.use_sequence_parallel_moe = property(
-        lambda self: self.enable_expert_parallel and self.tensor_parallel_size > 1
-    )
-
-@wrapt.when_imported("vllm.model_executor.models.deepseek_v2")
-def tell(module):
-    def chunk(wrapped, instance, args, kwargs):
-        if "shard" not in told:
-            told.append("shard")
-            print("sequence parallel: a rank keeps a shard", flush=True)
-        return wrapped(*args, **kwargs)
-    told = []
-    wrapt.wrap_function_wrapper(module, "sequence_parallel_chunk", chunk)
-"""
-"""A sitecustomize.py. vLLM shards the states between layers with both TP and DP, for which four GPUs are needed; all
-that it has for it takes TP alone as well, but for this one property. It tells that states are sharded."""
+SHARDED = Path(__file__).parents[2] / "tests/support/sharded"
+"""In PYTHONPATH it makes vLLM shard the states between layers without data parallel, which would take four GPUs."""
 SECONDS = 400
 """How long a case may take."""
 RAY = importlib.util.find_spec("ray") is not None
@@ -94,6 +77,8 @@ SERVED: dict[str, tuple[str, list[str]]] = {
         ("served by one", []),
         ("DP 2", ["--data-parallel-size", "2"]),
         ("DP 2, experts parallel", ["--data-parallel-size", "2", *EP]),
+        # Here vLLM shards the states between layers by itself.
+        ("four GPUs, TP 2 and DP 2, experts parallel", [*TP, "--data-parallel-size", "2", *EP]),
     )
 }
 
@@ -157,9 +142,7 @@ def verified(name: str, pair: dict[str, Path], folder: Path) -> dict[str, Any]:
         arguments += ["--speculative-config", json.dumps(drafted | {"draft_tensor_parallel_size": 1})]
     env = {**os.environ, **environment(runner, folder / f"cache {name}")}
     if sharded := "sequence parallel" in name:
-        (folder / "forced").mkdir(exist_ok=True)
-        (folder / "forced" / "sitecustomize.py").write_text(SEQUENCE_PARALLEL)
-        env["PYTHONPATH"] = os.pathsep.join([str(folder / "forced"), env.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        env["PYTHONPATH"] = os.pathsep.join([str(SHARDED), env.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     command += [*COMMON, *SMALL, *arguments]
     code, out, err = ended(command, env, folder)
     result: dict[str, Any] = {"exit_code": code, "log": err[-6000:]}
@@ -226,6 +209,7 @@ def main() -> int:
     parser.add_argument("--only", type=pattern, default="", metavar="REGEX", help="only the cases whose name it finds")
     options = parser.parse_args()
     names = [name for name in (*SERVED, *VERIFIED) if RAY or "Ray" not in name]
+    names = [name for name in names if torch.cuda.device_count() >= 4 or "four GPUs" not in name]
     names = [name for name in names if re.search(options.only, name)]
     if not names:
         parser.error(f"--only {options.only}: no case has such a name; without --only all run")

@@ -181,7 +181,6 @@ def gone(process: int) -> bool:
 
 def test_the_sharded_case_tells_that_states_are_sharded(tmp_path: Path) -> None:
     """Its sitecustomize.py, on what the installed vLLM has: without it two ranks of one engine keep whole states."""
-    (tmp_path / "sitecustomize.py").write_text(two_gpus.SEQUENCE_PARALLEL)
     code = """
 import torch
 from vllm.config import ParallelConfig
@@ -202,7 +201,7 @@ except AssertionError as error:
             text=True,
             check=True,
         ).stdout
-        for path in ("", str(tmp_path))
+        for path in ("", str(two_gpus.SHARDED))
     ]
     assert "a rank keeps a shard" not in ran[0] and "a rank keeps a shard" in ran[1]
     assert "False False" in ran[0] and "True False" in ran[1]

@@ -25,6 +25,7 @@ from tests.fixes import dispatchers
 from tests.layers import corpus
 from tests.patches.trees import ENDS, texts, touched
 from tests.releases import build, definition, tree
+from tests.support import sharded_decoder
 from vllm_kimi_eagle3.fixes import (
     cpu_draft_step_kernel,
     cpu_sampling_expansion,
@@ -558,3 +559,24 @@ def test_what_graphs_are_promised(release: str, monkeypatch: pytest.MonkeyPatch)
         ]
         assert all(theirs == ours for theirs, ours in answers)
         assert answers[0] == ["UNIFORM_BATCH"] * 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# D26
+
+
+@pytest.mark.parametrize("release", [release for release in ENDS if series.number(release) >= (0, 25, 0)])
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+def test_a_step_of_one_token_is_whole_on_every_rank(release: str, tokens: int) -> None:
+    ranks = sharded_decoder.Ranks()
+    loop, layer, stock = (
+        function(release, DEEPSEEK, "forward", owner, is_stock, **ranks.names())
+        for owner, is_stock in (
+            ("DeepseekV2Model", False),
+            ("DeepseekV2DecoderLayer", False),
+            ("DeepseekV2DecoderLayer", True),
+        )
+    )
+    whole = sharded_decoder.outputs(ranks, loop, stock, tokens, shards=False)
+    assert sharded_decoder.same(sharded_decoder.outputs(ranks, loop, layer, tokens), whole)
+    assert sharded_decoder.same(sharded_decoder.outputs(ranks, loop, stock, tokens), whole) == (tokens > 1)

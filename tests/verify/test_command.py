@@ -36,9 +36,10 @@ def verify(tmp_path_factory: pytest.TempPathFactory, pair: dict[str, Path]) -> A
     folder = tmp_path_factory.mktemp("verify")
     prompts = [item["prompt"] for item in json.loads((HERE / "heldout.json").read_text())][::8]
     (folder / "prompts.json").write_text(json.dumps(prompts))
+    (folder / "with one token.json").write_text(json.dumps([[97], list(prompts[0].encode())]))
 
     @cache
-    def run(*arguments: str, overlay: str = "on") -> subprocess.CompletedProcess[str]:
+    def run(*arguments: str, overlay: str = "on", path: str = "") -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "vllm_kimi_eagle3.cli", "verify", *arguments],
             env={
@@ -47,6 +48,7 @@ def verify(tmp_path_factory: pytest.TempPathFactory, pair: dict[str, Path]) -> A
                 "VLLM_CACHE_ROOT": str(fresh_cache(folder / "cache")),
                 "VLLM_CPU_KVCACHE_SPACE": "1",
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                **({"PYTHONPATH": path} if path else {}),
             },
             capture_output=True,
             text=True,
@@ -93,6 +95,35 @@ def test_right_on_two_tensor_parallel_ranks(verify: Any, pair: dict[str, Path]) 
     log = (done.stdout + done.stderr).splitlines()
     workers = {line.partition(")")[0] for line in log if "boundaries (4, 7, 9)" in line}
     assert sum("Worker" in worker for worker in workers) == 2, workers
+
+
+def _sharded(verify: Any, pair: dict[str, Path], overlay: str) -> subprocess.CompletedProcess[str]:
+    """Two ranks, each with half of the experts, and between layers with a shard of the rows."""
+    folder = Path(__file__).parents[1] / "support" / "sharded"
+    return verify(
+        *("--target", str(pair["deepseek_v3"]), "--drafter", str(pair["eagle3_gqa_boundary"]), "--tokens", "12"),
+        *("--prompts", str(verify.folder / "with one token.json"), "--dtype", "float32", *SMALL),
+        *("--tensor-parallel-size", "2", "--enable-expert-parallel"),
+        overlay=overlay,
+        path=os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")])),
+    )
+
+
+@ENGINE
+def test_right_with_states_sharded_between_layers(verify: Any, pair: dict[str, Path]) -> None:
+    """D26: a step of one token, the prompt's, is as many rows as a rank's shard of it."""
+    done = _sharded(verify, pair, "on")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stderr.count("a rank keeps a shard") == 2
+    assert "cpu x 2" in done.stdout and "the model captures [4, 7, 9]" in done.stdout
+
+
+@ENGINE
+def test_without_d26_the_ranks_part(verify: Any, pair: dict[str, Path]) -> None:
+    """The drafter whose ids stock reads rightly on V1, so that nothing else is wrong."""
+    done = _sharded(verify, pair, "stock")
+    assert done.returncode == 2, done.stderr[-3000:]
+    assert "tensor-parallel ranks gave their drafters different inputs" in done.stderr
 
 
 @ENGINE

@@ -341,12 +341,12 @@ def test_kernels_may_round_a_small_cache_twice_as_much() -> None:
             return rows
 
     assert not judge(one, oracle=Worse(), dtype="bfloat16").ok
-    assert judge(one, oracle=Worse(), dtype="bfloat16", times=4.0).ok
+    assert judge(one, oracle=Worse(), dtype="bfloat16", median_times=4.0).ok
     one.calls[0].rows[7:9] *= 1.03  # three times the worst row, and more rows than may have flipped
-    assert not judge(one, oracle=Worse(), dtype="bfloat16", times=4.0).ok
+    assert not judge(one, oracle=Worse(), dtype="bfloat16", median_times=4.0).ok
     one.calls[0].rows = states(LONG) * 1.005
-    assert not judge(one, oracle=Worse(), dtype="bfloat16", times=4.0).ok
-    assert not judge(one, oracle=Oracle(floor=0.001), dtype="bfloat16", times=4.0).ok
+    assert not judge(one, oracle=Worse(), dtype="bfloat16", median_times=4.0).ok
+    assert not judge(one, oracle=Oracle(floor=0.001), dtype="bfloat16", median_times=4.0).ok
 
 
 def test_float32_is_not_exact_over_a_cache_that_rounds() -> None:
@@ -375,7 +375,7 @@ def test_as_many_times_the_reference_s_own_wrong_drafts(wrong: int, times: float
     for i in range(40):
         drafts = [7, 7] if i >= 40 - wrong else [1, 2]
         one.calls.append(Call("r0", i, states(text)[i : i + 1], text[i + 1 : i + 2], [i], drafts, 3))
-    found = judge(one, oracle=Undecided(floor=0.001), dtype="bfloat16", times=times)
+    found = judge(one, oracle=Undecided(floor=0.001), dtype="bfloat16", draft_times=times)
     assert found.ok is right, found.problems
 
 

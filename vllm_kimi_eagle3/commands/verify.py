@@ -151,11 +151,10 @@ def _verify(options: argparse.Namespace) -> tuple[Facts, Comparison]:
         driver = Driver(engine)
         cache = _cache(options, dtype, driver)
         chosen, oracle = _reference(options, boundaries, dtype, cache, driver)
-        bar, times = options.tolerance, 2.0
-        if cache is not None:
-            times = TIMES_ROUNDED_CACHE
-            if bar is None and chosen == "self":
-                bar = FLIPPED  # a prefill attends to what is not rounded yet
+        bar = options.tolerance
+        if cache is not None and bar is None and chosen == "self":
+            bar = FLIPPED  # a prefill attends to what is not rounded yet
+        keys = cache is not None and not driver.info["mla"]
         served = _serve(options, driver, prompts, config)
         # The rows of whole requests are held from here on; `self` asks the engine once more for each.
         comparison = compare(
@@ -166,7 +165,8 @@ def _verify(options: argparse.Namespace) -> tuple[Facts, Comparison]:
             block_size=config.cache_config.block_size,
             max_model_len=max_model_len,
             bar=bar,
-            times=times,
+            median_times=TIMES_ROUNDED_CACHE if keys else 2.0,
+            draft_times=2.0 if cache is None else TIMES_ROUNDED_CACHE,
             progress=lambda done: _progress("compared", done, len(served)),
         )
         captured = driver.info["captured"]
