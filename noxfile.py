@@ -3,6 +3,7 @@
 
     nox -s drift                   # every release's source, no torch: two minutes, most of it downloads
     nox -s "engine(0.17.1)"        # one release's CPU engine; Python 3.11
+    nox -s sharded                 # tensor, data and experts parallel: four ranks of the installed CPU engine
     nox -s loading                 # every way in which the overlay is loaded, in the Python that runs nox
 
 The environments of one generation share a torch; each release's own package is laid over it. Those of the two older
@@ -49,6 +50,13 @@ def drift(session: nox.Session) -> None:
 def loading(session: nox.Session) -> None:
     """Every combination of how the overlay is loaded, of which CI plays every pair; an hour or two."""
     session.run(sys.executable, "-m", "pytest", "-m", "product", "tests/trust/test_loading.py", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def sharded(session: nox.Session) -> None:
+    """Four ranks behind a server, in the Python that runs nox; three minutes."""
+    test = "tests/engine/test_sharded_server.py"
+    session.run(sys.executable, "-m", "pytest", test, *session.posargs, env={"ALL_STATES": "1"})
 
 
 @nox.session(venv_backend="none")

@@ -757,18 +757,16 @@ SHARDED = Recipe(
     label="D26 sharded-step",
     file="sharded-step",
     title="do not take a rank's shard for a whole step of one token",
-    description="Layers and capture tell a shard by its having fewer rows than there are tokens. In eager mode a layer"
-    " that leaves a shard ends a step of one token with the whole row.",
+    description="Layers and capture tell a shard by its having fewer rows than there are tokens. A layer that leaves a"
+    " shard ends a step of one token with the whole row.",
     places=(
         Place(
             (f"{DEEPSEEK}:DeepseekV2DecoderLayer.forward",),
             (
                 (
                     "        return hidden_states, residual\n",
-                    "        # A shard of one row would be taken for the whole. A compiled graph always gathers.\n"
-                    "        if (\n            not torch.compiler.is_compiling()\n"
-                    "            and self.use_sequence_parallel_moe\n"
-                    "            and full_num_tokens == 1\n        ):\n"
+                    "        # A shard of one row would be taken for the whole.\n"
+                    "        if self.use_sequence_parallel_moe and full_num_tokens == 1:\n"
                     "            states = torch.stack([hidden_states, residual], dim=1)\n"
                     "            states = tensor_model_parallel_all_gather(states, 0)[:1]\n"
                     "            hidden_states, residual = states.unbind(dim=1)\n\n"

@@ -44,7 +44,7 @@ from vllm_kimi_eagle3.regression.settings import (
     Setting,
     prompt,
 )
-from vllm_kimi_eagle3.verify.compare import TIMES_ROUNDED_CACHE, Comparison, compare
+from vllm_kimi_eagle3.verify.compare import Comparison, compare, times
 from vllm_kimi_eagle3.verify.oracle import cache_dtype
 
 RUNNERS = {"V1": "0", "V2": "1"}
@@ -163,6 +163,7 @@ def measure(cell: Cell, runs: Runs, root: Path | None) -> dict[str, Any]:
         by_round = [served_of(r, s.requests(i)) for i, r in enumerate(run.result["rounds"])]
         cache = cache_dtype(s.options.get("kv_cache_dtype", "auto"), s.dtype)
         kind = s.drafter.split("_")[1]
+        median_times, draft_times = times(cache is not None, latents=True)
 
         def against(boundaries: tuple[int, ...], rounds: int | None = None) -> Comparison:
             return compare(
@@ -172,7 +173,8 @@ def measure(cell: Cell, runs: Runs, root: Path | None) -> dict[str, Any]:
                 dtype=s.dtype,
                 block_size=run.result["block_size"],
                 max_model_len=MAX_MODEL_LEN,
-                draft_times=2.0 if cache is None else TIMES_ROUNDED_CACHE,
+                median_times=median_times,
+                draft_times=draft_times,
             )
 
         if cell.overlay != "on":

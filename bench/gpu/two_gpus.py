@@ -5,7 +5,8 @@
 
 Needs a CUDA vLLM, this package installed (its entry point must be found), and two GPUs. Most cases are the command
 ``verify``: every row of rank 0, and the norm of every row of rank 1, against the reference. Data parallel runs behind
-``vllm serve``: acceptance and greedy text of both engines against one's. Ray's executor is a case where Ray is
+``vllm serve``: acceptance and greedy text of both engines against one's, also behind prompts of one token. On four GPUs
+there is a case of tensor, data and experts parallel together. Ray's executor is a case where Ray is
 installed. Nothing is timed, but ranks that wait for each other keep their GPUs busy, so cases run one by one. Exit code
 1 when a case is not as it should be.
 """
@@ -67,6 +68,8 @@ VERIFIED: dict[str, tuple[str, str, str, list[str]]] = {
 }
 SHARDED = Path(__file__).parents[2] / "tests/support/sharded"
 """In PYTHONPATH it makes vLLM shard the states between layers without data parallel, which would take four GPUs."""
+ONE_TOKEN = "abcdefgh"
+"""Prompts whose step is as many rows as a rank's shard of it."""
 SECONDS = 400
 """How long a case may take."""
 RAY = importlib.util.find_spec("ray") is not None
@@ -81,6 +84,10 @@ SERVED: dict[str, tuple[str, list[str]]] = {
         ("four GPUs, TP 2 and DP 2, experts parallel", [*TP, "--data-parallel-size", "2", *EP]),
     )
 }
+
+
+TEXTS = {"text": "tokens_equal_to_one", "text_behind_one_token": "tokens_equal_behind_one_token"}
+"""What servers have written, and under which name its share of tokens that are one engine's is kept."""
 
 
 def nccl() -> dict[str, str]:
@@ -154,7 +161,7 @@ def verified(name: str, pair: dict[str, Path], folder: Path) -> dict[str, Any]:
     else:
         result["said"] = (err.strip().splitlines() or [""])[-1][-600:]
     if sharded:
-        result["sharded"] = "a rank keeps a shard" in err
+        result["sharded"] = "a layer leaves a shard" in err
         result["ok"] = result.get("ok", False) and result["sharded"]
     refused = "PP 2" in name
     result["ok"] = code == 2 and "pipeline" in result.get("said", "") if refused else result.get("ok", False)
@@ -173,7 +180,7 @@ def served(name: str, pair: dict[str, Path], folder: Path) -> dict[str, Any]:
             str(pair["deepseek_v3"]), arguments, log, environment=environment(runner, folder / f"cache {name}")
         ) as url:
             client = Client(url, timeout=120)
-            prompts = [bytes(p).decode() for p in held_out_prompts()]
+            prompts = [bytes(p).decode() for p in held_out_prompts()] + list(ONE_TOKEN)
 
             def ask(text: str) -> Answer:
                 return client.complete(text[-120:], 64)
@@ -182,7 +189,8 @@ def served(name: str, pair: dict[str, Path], folder: Path) -> dict[str, Any]:
                 answers = list(pool.map(ask, prompts))
             counters = client.counters()
             result |= {"acceptance_rate": counters.accepted / max(1, counters.drafted), "drafted": counters.drafted}
-            result["text"] = [a.token_ids for a in answers]
+            result["text"] = [a.token_ids for a in answers[: -len(ONE_TOKEN)]]
+            result["text_behind_one_token"] = [a.token_ids for a in answers[-len(ONE_TOKEN) :]]
     except ServerError as error:
         result["error"] = str(error)[-600:]
     lines = log.read_text(errors="replace").splitlines()
@@ -208,12 +216,13 @@ def main() -> int:
     parser.add_argument("--seconds", type=duration, default=1e9, help="start no further case after this time")
     parser.add_argument("--only", type=pattern, default="", metavar="REGEX", help="only the cases whose name it finds")
     options = parser.parse_args()
-    names = [name for name in (*SERVED, *VERIFIED) if RAY or "Ray" not in name]
-    names = [name for name in names if torch.cuda.device_count() >= 4 or "four GPUs" not in name]
-    names = [name for name in names if re.search(options.only, name)]
+    names = [name for name in (*SERVED, *VERIFIED) if re.search(options.only, name)]
     if not names:
         parser.error(f"--only {options.only}: no case has such a name; without --only all run")
     need_gpus(parser, 2)
+    here = [n for n in names if (RAY or "Ray" not in n) and (torch.cuda.device_count() >= 4 or "four GPUs" not in n)]
+    if not here:
+        parser.error(f"{', '.join(names)} can't run here: Ray is not installed, or there are fewer than four GPUs")
     started = time.monotonic()
     report: dict[str, Any] = {
         **header("two_gpus.py"),
@@ -236,7 +245,7 @@ def main() -> int:
                 result = {"ok": False, "error": f"did not end within {SECONDS} s"}
             return {"case": name, **result, "seconds": round(time.monotonic() - began, 1)}
 
-        running = {pool.submit(case, name): name for name in names}
+        running = {pool.submit(case, name): name for name in here}
         for done in as_completed(running):
             result = done.result()
             if result is None:
@@ -246,14 +255,14 @@ def main() -> int:
             if not result["ok"]:
                 with options.out.with_suffix(".log").open("a") as file:
                     file.write(f"==== {result['case']}\n{log}\n")
-            short = {k: v for k, v in result.items() if k not in ("case", "text", "ok")}
+            short = {k: v for k, v in result.items() if k not in ("case", *TEXTS, "ok")}
             print(f"{'ok ' if result['ok'] else 'NOT'} {result['case']}: {str(short)[:400]}", flush=True)
             compared(results)
             ordered = [results[n] for n in names if n in results]
-            report["results"] = [{k: v for k, v in r.items() if k != "text"} for r in ordered]
+            report["results"] = [{k: v for k, v in r.items() if k not in TEXTS} for r in ordered]
             report["not_run"] = [n for n in names if n not in results]
             write(options.out, report)
-    return int(bool(report["not_run"]) or not all(r["ok"] for r in results.values()))
+    return int(any(n not in results for n in here) or not all(r["ok"] for r in results.values()))
 
 
 def compared(results: dict[str, dict[str, Any]]) -> None:
@@ -265,13 +274,15 @@ def compared(results: dict[str, dict[str, Any]]) -> None:
         one = results.get(f"{name[:2]}, served by one", {})
         if "text" not in result or "text" not in one:
             continue
-        pairs = [(a, b) for x, y in zip(one["text"], result["text"], strict=True) for a, b in zip(x, y, strict=False)]
-        result["tokens_equal_to_one"] = sum(a == b for a, b in pairs) / len(pairs)
+        for key, share in TEXTS.items():
+            both = zip(one[key], result[key], strict=True)
+            pairs = [(a, b) for x, y in both for a, b in zip(x, y, strict=False)]
+            result[share] = sum(a == b for a, b in pairs) / len(pairs)
         away = abs(result["acceptance_rate"] - one["acceptance_rate"])
-        engines = 2 if "DP 2" in name else 1
-        # Each engine loads its model in its own process, or in its one worker.
+        engines = 4 if "four GPUs" in name else 2 if "DP 2" in name else 1
+        # Each rank loads its model in a process of its own: its engine's, or a worker's.
         said = len([s for s in result["boundaries_said_by"] if re.match("EngineCore|VllmWorker", s)])
-        alike = away < 0.02 and result["tokens_equal_to_one"] > 0.5
+        alike = away < 0.02 and all(result[share] > 0.5 for share in TEXTS.values())
         result["ok"] = alike and said == engines and result["drafted"] > 0
 
 

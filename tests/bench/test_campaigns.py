@@ -62,7 +62,8 @@ BOTH = "EngineCore_DP0 pid=1", "EngineCore_DP1 pid=2"
 
 
 def server(rate: float, *said_by: str) -> dict[str, Any]:
-    return {"ok": True, "acceptance_rate": rate, "drafted": 90, "text": TEXT, "boundaries_said_by": list(said_by)}
+    text = {"text": TEXT, "text_behind_one_token": TEXT[:2]}
+    return {"ok": True, "acceptance_rate": rate, "drafted": 90, **text, "boundaries_said_by": list(said_by)}
 
 
 @pytest.mark.parametrize(
@@ -75,6 +76,7 @@ def server(rate: float, *said_by: str) -> dict[str, Any]:
         (server(0.60, *BOTH), False),
         (server(0.71, *BOTH) | {"text": [(1, 2, 3, 9)] * 5}, True),
         (server(0.71, *BOTH) | {"text": [(1, 8, 9, 9)] * 5}, False),
+        (server(0.71, *BOTH) | {"text_behind_one_token": [(1, 8, 9, 9)] * 2}, False),
         (server(0.71, *BOTH) | {"drafted": 0}, False),
     ],
     ids=[
@@ -85,6 +87,7 @@ def server(rate: float, *said_by: str) -> dict[str, Any]:
         "less accepted",
         "a near-tie",
         "other text",
+        "other text behind one token",
         "nothing drafted",
     ],
 )
@@ -182,15 +185,9 @@ def gone(process: int) -> bool:
 def test_the_sharded_case_tells_that_states_are_sharded(tmp_path: Path) -> None:
     """Its sitecustomize.py, on what the installed vLLM has: without it two ranks of one engine keep whole states."""
     code = """
-import torch
 from vllm.config import ParallelConfig
-from vllm.model_executor.models import deepseek_v2
 config = ParallelConfig(tensor_parallel_size=2, enable_expert_parallel=True)
 print(config.use_sequence_parallel_moe, ParallelConfig(tensor_parallel_size=2).use_sequence_parallel_moe)
-try:
-    deepseek_v2.sequence_parallel_chunk(torch.zeros(4, 2))
-except AssertionError as error:
-    assert "group is not initialized" in str(error)  # no ranks here
 """
     ran = [
         subprocess.run(
@@ -203,7 +200,6 @@ except AssertionError as error:
         ).stdout
         for path in ("", str(two_gpus.SHARDED))
     ]
-    assert "a rank keeps a shard" not in ran[0] and "a rank keeps a shard" in ran[1]
     assert "False False" in ran[0] and "True False" in ran[1]
 
 

@@ -49,7 +49,7 @@ def ask(pair: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Ask:
             client = Client(url, timeout=120)
             texts = [client.complete(prompt, 14).text for prompt in (*ONE_TOKEN, "the m", "a matrix is")]
             assert client.counters().accepted > 0
-        assert ("a rank keeps a shard" in log.read_text(errors="replace")) == bool(arguments)
+        assert ("a layer leaves a shard" in log.read_text(errors="replace")) == bool(arguments)
         return texts[: len(ONE_TOKEN)], texts[len(ONE_TOKEN) :]
 
     return answers

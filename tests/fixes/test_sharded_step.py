@@ -16,8 +16,9 @@ from tests.releases import RELEASES, build, definition
 from tests.support.sharded_decoder import DEEPSEEK, Ranks, outputs, same
 from vllm_kimi_eagle3.fixes import sharded_step
 from vllm_kimi_eagle3.patching.spec import Context
+from vllm_kimi_eagle3.source_patches import series
 
-AFFECTED = [release for release in RELEASES if tuple(map(int, release.split("."))) >= (0, 25, 0)]
+AFFECTED = [release for release in RELEASES if series.number(release) >= (0, 25, 0)]
 
 
 def functions(release: str, ranks: Ranks) -> tuple[Any, Any]:
@@ -45,20 +46,28 @@ def test_every_rank_has_the_whole_states(release: str, tokens: int, monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("eagle3", "shards", "mode", "wanted"),
+    ("mode", "eager", "level", "wanted"),
     [
-        (True, True, 0, True),
-        (True, True, None, True),
-        (True, True, 3, False),
-        (True, False, 0, False),
-        (False, True, 0, False),
+        (0, False, 2, True),  # CompilationMode
+        (1, False, 2, True),
+        (2, False, 2, False),
+        (3, False, 2, False),
+        (3, True, 2, True),  # before vLLM has settled it
+        (None, True, 2, True),
+        (None, False, 2, False),
+        (None, False, 0, True),
     ],
 )
-def test_who_gets_it(eagle3: bool, shards: bool, mode: int | None, wanted: bool) -> None:
-    """Compiled code gathers always."""
+def test_who_gets_it(mode: int | None, eager: bool, level: int, wanted: bool) -> None:
+    """Code that is traced once gathers always."""
     config = SimpleNamespace(
-        parallel_config=SimpleNamespace(use_sequence_parallel_moe=shards),
+        parallel_config=SimpleNamespace(use_sequence_parallel_moe=True),
         compilation_config=SimpleNamespace(mode=mode),
+        model_config=SimpleNamespace(enforce_eager=eager),
+        optimization_level=level,
     )
-    assert sharded_step.in_eager_shards(Context("DeepseekV3ForCausalLM", "cuda", eagle3, config)) is wanted
-    assert not sharded_step.in_eager_shards(Context("DeepseekV3ForCausalLM", "cuda", eagle3))
+    assert sharded_step.in_shards(Context("DeepseekV3ForCausalLM", "cuda", True, config)) is wanted
+    assert not sharded_step.in_shards(Context("DeepseekV3ForCausalLM", "cuda", False, config))
+    assert not sharded_step.in_shards(Context("DeepseekV3ForCausalLM", "cuda", True))
+    config.parallel_config.use_sequence_parallel_moe = False
+    assert not sharded_step.in_shards(Context("DeepseekV3ForCausalLM", "cuda", True, config))

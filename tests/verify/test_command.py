@@ -114,7 +114,7 @@ def test_right_with_states_sharded_between_layers(verify: Any, pair: dict[str, P
     """D26: a step of one token, the prompt's, is as many rows as a rank's shard of it."""
     done = _sharded(verify, pair, "on")
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stderr.count("a rank keeps a shard") == 2
+    assert done.stderr.count("a layer leaves a shard") == 2
     assert "cpu x 2" in done.stdout and "the model captures [4, 7, 9]" in done.stdout
 
 

@@ -15,7 +15,7 @@ from browser import needs_browser, picture
 from torch import Tensor
 
 from vllm_kimi_eagle3.verify.capture import Call
-from vllm_kimi_eagle3.verify.compare import Comparison, Situation, _embeddings, compare, rounding
+from vllm_kimi_eagle3.verify.compare import Comparison, Situation, _embeddings, compare, rounding, times
 from vllm_kimi_eagle3.verify.drive import Served
 from vllm_kimi_eagle3.verify.report import Facts, block, html, to_json
 
@@ -347,6 +347,16 @@ def test_kernels_may_round_a_small_cache_twice_as_much() -> None:
     one.calls[0].rows = states(LONG) * 1.005
     assert not judge(one, oracle=Worse(), dtype="bfloat16", median_times=4.0).ok
     assert not judge(one, oracle=Oracle(floor=0.001), dtype="bfloat16", median_times=4.0).ok
+
+
+@pytest.mark.parametrize(
+    ("rounded", "latents", "median", "drafts"),
+    [(False, True, 2, 2), (False, False, 2, 2), (True, True, 2, 4), (True, False, 4, 4)],
+)
+def test_four_times_the_median_is_for_keys_and_values_alone(
+    rounded: bool, latents: bool, median: float, drafts: float
+) -> None:
+    assert times(rounded, latents) == (median, drafts)
 
 
 def test_float32_is_not_exact_over_a_cache_that_rounds() -> None:

@@ -130,7 +130,7 @@ def _verify(options: argparse.Namespace) -> tuple[Facts, Comparison]:
     import torch
 
     from vllm_kimi_eagle3 import activation
-    from vllm_kimi_eagle3.verify.compare import FLIPPED, TIMES_ROUNDED_CACHE, compare
+    from vllm_kimi_eagle3.verify.compare import FLIPPED, compare, times
     from vllm_kimi_eagle3.verify.drive import CaptureError, Driver
     from vllm_kimi_eagle3.verify.report import Facts
 
@@ -154,7 +154,7 @@ def _verify(options: argparse.Namespace) -> tuple[Facts, Comparison]:
         bar = options.tolerance
         if cache is not None and bar is None and chosen == "self":
             bar = FLIPPED  # a prefill attends to what is not rounded yet
-        keys = cache is not None and not driver.info["mla"]
+        median_times, draft_times = times(cache is not None, latents=driver.info["mla"])
         served = _serve(options, driver, prompts, config)
         # The rows of whole requests are held from here on; `self` asks the engine once more for each.
         comparison = compare(
@@ -165,8 +165,8 @@ def _verify(options: argparse.Namespace) -> tuple[Facts, Comparison]:
             block_size=config.cache_config.block_size,
             max_model_len=max_model_len,
             bar=bar,
-            median_times=TIMES_ROUNDED_CACHE if keys else 2.0,
-            draft_times=2.0 if cache is None else TIMES_ROUNDED_CACHE,
+            median_times=median_times,
+            draft_times=draft_times,
             progress=lambda done: _progress("compared", done, len(served)),
         )
         captured = driver.info["captured"]

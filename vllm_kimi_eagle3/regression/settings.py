@@ -76,8 +76,8 @@ RULE = "VLLM_KIMI_EAGLE3_LAYER_RULE"
 UNTESTED = {
     "D13": "shows on the V2 runner alone, with a drafter that wants no auxiliary states: the pair has none",
     "D21": "a choice of the user's, whose default is vLLM's own behaviour",
-    "D26": "shows where tensor, data and experts parallel meet: two ranks of two engines at least",
     "D19": "CUDA kernels and graphs alone: in a checkout, `python -m pytest --noconftest tests/gpu` looks at them",
+    "D26": "shows where tensor, data and experts parallel meet: two engines of two ranks each",
 }
 """Defects that are mended and have no check in ``test_defects``, each with its reason."""
 

@@ -11,7 +11,8 @@ Euclidean norm, one number for each boundary. The bar:
   Another row may flip in the engine than in the reference: one row in a hundred may be beyond the bar, up to 0.3, if no
   other boundary's state and no other position's is nearer to it than its own.
 * A cache of keys and values in a smaller dtype: the median four times, since kernels then round queries and
-  probabilities, too, or cut off where the reference rounds. MLA's latents stay at twice: 1.4 times is what GPUs took.
+  probabilities, too, or cut off where the reference rounds. MLA's latents stay at twice: FLASHMLA and
+  TRITON_MLA took 1.4 times on an H200.
 * Other dtypes without one: 0.1 for bf16, 0.03 for float16. One layer off is 0.2 and more on trained models, one
   position off about 1.
 
@@ -39,12 +40,14 @@ BARS = {"float32": 1e-4, "float16": 0.03, "bfloat16": 0.1}
 FLIPPED, FLIPPED_SHARE = 0.3, 0.01
 """How far a row may be off whose experts rounding has changed, and which share of the rows may be such."""
 
-TIMES_ROUNDED_CACHE = 4.0
-"""See above."""
-
 _MOST_PROBLEMS = 20
 _ENOUGH = 12
 """Rows from which on a median says something."""
+
+
+def times(rounded_cache: bool, latents: bool) -> tuple[float, float]:
+    """``median_times`` and ``draft_times`` of ``compare``, by what the KV cache holds."""
+    return (4.0 if rounded_cache and not latents else 2.0), (4.0 if rounded_cache else 2.0)
 
 
 @dataclass

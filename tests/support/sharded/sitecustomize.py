@@ -10,6 +10,7 @@ The CPU engine lacks two things for it, which CUDA's has: its kernel of experts 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 from typing import Any
@@ -17,10 +18,9 @@ from typing import Any
 import wrapt
 
 
-def _told(what: str, _said: set[str] = set()) -> None:  # noqa: B006 - once a process
-    if what not in _said:
-        _said.add(what)
-        print(what, flush=True)
+@functools.cache  # once a process
+def _tell(what: str) -> None:
+    print(what, flush=True)
 
 
 @wrapt.when_imported("vllm.config.parallel")
@@ -32,26 +32,30 @@ def _without_data_parallel(module: Any) -> None:
 
 
 @wrapt.when_imported("vllm.model_executor.models.deepseek_v2")
-def _tell(module: Any) -> None:
-    def chunk(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        _told("sequence parallel: a rank keeps a shard")
-        return wrapped(*args, **kwargs)
+def _tell_of_layers(module: Any) -> None:
+    def built(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+        wrapped(*args, **kwargs)
+        if instance.use_sequence_parallel_moe:
+            _tell("sequence parallel: a layer leaves a shard")
 
-    wrapt.wrap_function_wrapper(module, "sequence_parallel_chunk", chunk)
+    # Its forward is traced by torch.compile, which looks through a wrapper.
+    wrapt.wrap_function_wrapper(module, "DeepseekV2DecoderLayer.__init__", built)
 
 
 @wrapt.when_imported("vllm.model_executor.layers.fused_moe.experts.cpu_moe")
 def _own_experts_only(module: Any) -> None:
-    def apply(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        given = inspect.signature(wrapped).bind(*args, **kwargs)
-        arguments = given.arguments
-        if arguments["expert_map"] is not None:
-            own = arguments["expert_map"][arguments["topk_ids"].long()]
-            arguments["topk_weights"] = arguments["topk_weights"].masked_fill(own < 0, 0.0)
-            arguments["topk_ids"] = own.clamp(min=0).to(arguments["topk_ids"].dtype)
-        return wrapped(*given.args, **given.kwargs)
+    experts = module.CPUUnquantizedExperts
+    original, names = experts.apply, list(inspect.signature(experts.apply).parameters)
 
-    wrapt.wrap_function_wrapper(module, "CPUUnquantizedExperts.apply", apply)
+    def apply(*args: Any, **kwargs: Any) -> Any:  # no wrapper of wrapt's, which torch.compile looks through
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if given["expert_map"] is not None:
+            own = given["expert_map"][given["topk_ids"].long()]
+            given["topk_weights"] = given["topk_weights"].masked_fill(own < 0, 0.0)
+            given["topk_ids"] = own.clamp(min=0).to(given["topk_ids"].dtype)
+        return original(**given)
+
+    experts.apply = apply
 
 
 @wrapt.when_imported("vllm.distributed.device_communicators.cpu_communicator")
