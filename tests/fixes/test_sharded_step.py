@@ -7,15 +7,17 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.releases import RELEASES, build, definition
+from tests.releases import RELEASES, build, definition, source
 from tests.support.sharded_decoder import DEEPSEEK, Ranks, outputs, same
 from vllm_kimi_eagle3.fixes import sharded_step
-from vllm_kimi_eagle3.patching.spec import Context
+from vllm_kimi_eagle3.patching.source import SourceTree
+from vllm_kimi_eagle3.patching.spec import Context, Need
 from vllm_kimi_eagle3.source_patches import series
 
 AFFECTED = [release for release in RELEASES if series.number(release) >= (0, 25, 0)]
@@ -43,6 +45,37 @@ def test_every_rank_has_the_whole_states(release: str, tokens: int, monkeypatch:
         vars(module)["tensor_model_parallel_all_gather"] = ranks.all_gather
         monkeypatch.setitem(sys.modules, name, module)
     assert same(outputs(ranks, loop, sharded_step.whole(layer), tokens), whole)
+
+
+@pytest.mark.parametrize(
+    ("release", "old", "new", "need"),
+    [
+        ("0.24.0", "", "", Need.NOT_APPLICABLE),
+        ("0.33.0", "", "", Need.APPLY),
+        ("0.33.0", "and hidden_states.shape[0] != full_num_tokens", "and self.follows_a_shard", Need.REFUSED),
+        ("0.33.0", "if aux_hidden_state.shape[0] != positions.shape[0]:", "if self.shards:", Need.REFUSED),
+        (
+            "0.33.0",
+            "        residual: torch.Tensor | None,\n        llama_4_scaling: torch.Tensor | None = None,\n",
+            "        residual: torch.Tensor | None,\n",
+            Need.REFUSED,
+        ),
+        (
+            "0.33.0",
+            "        if self.use_sequence_parallel_moe:\n            hidden_states = self.mlp(",
+            "        if full_num_tokens == 1:\n            pass\n"
+            "        if self.use_sequence_parallel_moe:\n            hidden_states = self.mlp(",
+            Need.RETIRED,
+        ),
+    ],
+)
+def test_the_probe_knows_the_shape(tmp_path: Path, release: str, old: str, new: str, need: Need) -> None:
+    text = source(release, DEEPSEEK)
+    assert not old or text.count(old) == 1, text.count(old)
+    file = tmp_path / "vllm" / DEEPSEEK
+    file.parent.mkdir(parents=True)
+    file.write_text(text.replace(old, new) if old else text)
+    assert sharded_step.probe(SourceTree(tmp_path)).need is need
 
 
 @pytest.mark.parametrize(
