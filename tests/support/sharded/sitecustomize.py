@@ -35,7 +35,7 @@ def _without_data_parallel(module: Any) -> None:
 def _tell_of_layers(module: Any) -> None:
     def built(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
         wrapped(*args, **kwargs)
-        if instance.use_sequence_parallel_moe:
+        if getattr(instance, "use_sequence_parallel_moe", False):  # releases before 0.25.0 have none
             _tell("sequence parallel: a layer leaves a shard")
 
     # Its forward is traced by torch.compile, which looks through a wrapper.
