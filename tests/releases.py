@@ -69,6 +69,17 @@ def source(release: str, path: str) -> str:
     return (tree(release) / "vllm" / path).read_text(encoding="utf-8")
 
 
+def altered(folder: Path, release: str, path: str, old: str = "", new: str = "") -> None:
+    """Put one module of a release into a tree below ``folder``; ``old``, where given, has to stand in it once."""
+    text = source(release, path)
+    if old:
+        assert text.count(old) == 1, f"{text.count(old)} times in {path}: {old}"
+        text = text.replace(old, new)
+    file = folder / "vllm" / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, encoding="utf-8")
+
+
 # The trees of big modules fill the memory and slow the garbage collector; single definitions are small.
 @functools.lru_cache(maxsize=4)
 def module_ast(release: str, path: str) -> ast.Module:

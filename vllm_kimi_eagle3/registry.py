@@ -80,8 +80,8 @@ ELSEWHERE: dict[str, str] = {
 UNDONE: dict[str, str] = {
     "D24": "V1 does not run the drafter for a batch in which one request is within k tokens of its longest length: the"
     " other requests lose those rows for good; text is right, and V2 has no such rule",
-    "C7": "on CPU, experts parallel end in a segmentation fault or give the ranks different inputs: the kernel takes no"
-    " map from all experts to a rank's own",
+    "C7": "on CPU (seen on 0.32.0) experts parallel end in a segmentation fault or give the ranks different inputs: the"
+    " kernel takes no map from all experts to a rank's own",
     "C4": "chunked prefill and prefix caching are off with MLA on CPU by a rule of the platform: a limit, not a fault",
 }
 """Defects that are known and not mended, each with its reason."""

@@ -5,10 +5,10 @@
 
 Needs a CUDA vLLM, this package installed (its entry point must be found), and two GPUs. Most cases are the command
 ``verify``: every row of rank 0, and the norm of every row of rank 1, against the reference. Data parallel runs behind
-``vllm serve``: acceptance and greedy text of both engines against one's, also behind prompts of one token. On four GPUs
-there is a case of tensor, data and experts parallel together. Ray's executor is a case where Ray is
-installed. Nothing is timed, but ranks that wait for each other keep their GPUs busy, so cases run one by one. Exit code
-1 when a case is not as it should be.
+``vllm serve``: acceptance and greedy text of both engines against one's, also behind prompts of one token. Ray's
+executor is a case where Ray is installed, and tensor, data and experts parallel together where there are four GPUs.
+Nothing is timed, but ranks that wait for each other keep their GPUs busy, so cases run one by one. Exit code 1 when a
+case is not as it should be or was not run for want of time; cases that can't run here are listed as not run.
 """
 
 from __future__ import annotations
@@ -70,6 +70,8 @@ SHARDED = Path(__file__).parents[2] / "tests/support/sharded"
 """In PYTHONPATH it makes vLLM shard the states between layers without data parallel, which would take four GPUs."""
 ONE_TOKEN = "abcdefgh"
 """Prompts whose step is as many rows as a rank's shard of it."""
+TEXTS = {"text": "tokens_equal_to_one", "text_behind_one_token": "tokens_equal_behind_one_token"}
+"""What servers have written, and under which name its share of tokens that are one engine's is kept."""
 SECONDS = 400
 """How long a case may take."""
 RAY = importlib.util.find_spec("ray") is not None
@@ -84,10 +86,6 @@ SERVED: dict[str, tuple[str, list[str]]] = {
         ("four GPUs, TP 2 and DP 2, experts parallel", [*TP, "--data-parallel-size", "2", *EP]),
     )
 }
-
-
-TEXTS = {"text": "tokens_equal_to_one", "text_behind_one_token": "tokens_equal_behind_one_token"}
-"""What servers have written, and under which name its share of tokens that are one engine's is kept."""
 
 
 def nccl() -> dict[str, str]:

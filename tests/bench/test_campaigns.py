@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -180,6 +181,35 @@ def gone(process: int) -> bool:
             return True
         time.sleep(0.05)
     return False
+
+
+@pytest.mark.parametrize(("only", "ran"), [("V2, (PP|TP 2, Ray|four)", ["V2, PP 2"]), ("Ray|four", None)])
+@pytest.mark.parametrize("right", [True, False])
+def test_what_cannot_run_here_is_listed_or_refused(
+    only: str,
+    ran: list[str] | None,
+    right: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Two GPUs, and no Ray."""
+    out = tmp_path / "out.json"
+    monkeypatch.setattr(sys, "argv", ["two_gpus.py", "--out", str(out), "--only", only])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(two_gpus, "RAY", False)
+    monkeypatch.setattr(two_gpus, "make_pair", lambda *args, **kwargs: {})
+    monkeypatch.setattr(two_gpus, "verified", lambda *args: {"ok": right})
+    if ran is None:
+        with pytest.raises(SystemExit) as ended:
+            two_gpus.main()
+        assert ended.value.code == 2 and "can't run here" in capsys.readouterr().err and not out.exists()
+        return
+    assert two_gpus.main() == int(not right)
+    found = json.loads(out.read_text())
+    assert [r["case"] for r in found["results"]] == ran
+    assert found["not_run"] == ["V2, four GPUs, TP 2 and DP 2, experts parallel", "V2, TP 2, Ray"]
 
 
 def test_the_sharded_case_tells_that_states_are_sharded(tmp_path: Path) -> None:

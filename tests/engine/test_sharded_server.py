@@ -19,7 +19,9 @@ from vllm_kimi_eagle3.regression.engine import fresh_cache
 
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.skipif(not os.environ.get("ALL_STATES"), reason="minutes more: ALL_STATES=1 runs it"),
+    pytest.mark.skipif(
+        not os.environ.get("ALL_STATES"), reason="minutes more: nox runs it, and ALL_STATES=1 says so here"
+    ),
 ]
 SHARDED = Path(__file__).parents[1] / "support" / "sharded"
 RANKS = ["--tensor-parallel-size", "2", "--data-parallel-size", "2", "--enable-expert-parallel"]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.releases import RELEASES, build, definition, source
+from tests.releases import RELEASES, altered, build, definition
 from tests.support.sharded_decoder import DEEPSEEK, Ranks, outputs, same
 from vllm_kimi_eagle3.fixes import sharded_step
 from vllm_kimi_eagle3.patching.source import SourceTree
@@ -70,11 +70,7 @@ def test_every_rank_has_the_whole_states(release: str, tokens: int, monkeypatch:
     ],
 )
 def test_the_probe_knows_the_shape(tmp_path: Path, release: str, old: str, new: str, need: Need) -> None:
-    text = source(release, DEEPSEEK)
-    assert not old or text.count(old) == 1, text.count(old)
-    file = tmp_path / "vllm" / DEEPSEEK
-    file.parent.mkdir(parents=True)
-    file.write_text(text.replace(old, new) if old else text)
+    altered(tmp_path, release, DEEPSEEK, old, new)
     assert sharded_step.probe(SourceTree(tmp_path)).need is need
 
 

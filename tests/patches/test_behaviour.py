@@ -13,7 +13,6 @@ import enum
 import functools
 import hashlib
 import sys
-from itertools import islice
 from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
@@ -26,6 +25,7 @@ from tests.layers import corpus
 from tests.patches.trees import ENDS, texts, touched
 from tests.releases import build, definition, tree
 from tests.support import sharded_decoder
+from tests.support.sharded_decoder import loop_names
 from vllm_kimi_eagle3.fixes import (
     cpu_draft_step_kernel,
     cpu_sampling_expansion,
@@ -372,24 +372,13 @@ def decode(release: str, forward: Any, dtype: Any, wanted: tuple[int, ...], fact
     return forward(model, torch.zeros(3, dtype=torch.long), torch.arange(3), None, None)
 
 
-def stubs() -> dict[str, Any]:
-    rank = SimpleNamespace(is_first_rank=True, is_last_rank=True)
-    return {
-        "torch": torch,
-        "islice": islice,
-        "get_pp_group": lambda: rank,
-        "IntermediateTensors": dict,
-        "_get_llama_4_scaling": None,
-    }
-
-
 def overlay_forward() -> Any:
     """The function that the overlay installs up to 0.17.1, without the imports of its module."""
     from vllm_kimi_eagle3.fixes import k25_language_model
 
     path = Path(k25_language_model.__file__).with_name("_capturing_forward.py")
     (found,) = [n for n in ast.parse(path.read_text("utf-8")).body if isinstance(n, ast.FunctionDef)]
-    return build("overlay", path.name, found, stubs())
+    return build("overlay", path.name, found, loop_names())
 
 
 @pytest.mark.parametrize("release", OLD)
@@ -397,7 +386,7 @@ def overlay_forward() -> Any:
 def test_the_decoder_shows_what_the_overlays_does(release: str, wanted: tuple[int, ...]) -> None:
     torch = pytest.importorskip("torch")
     ours = decode(
-        release, function(release, DEEPSEEK, "forward", "DeepseekV2Model", **stubs()), torch.float32, wanted, 1.0
+        release, function(release, DEEPSEEK, "forward", "DeepseekV2Model", **loop_names()), torch.float32, wanted, 1.0
     )
     theirs = decode(release, overlay_forward(), torch.float32, wanted, 1.0)
     if not wanted:
@@ -412,7 +401,7 @@ def test_the_decoder_shows_what_the_overlays_does(release: str, wanted: tuple[in
 @pytest.mark.parametrize("factor", [2.5, 1e5])
 def test_float16_states_have_their_true_size(release: str, factor: float) -> None:
     torch = pytest.importorskip("torch")
-    forward = function(release, DEEPSEEK, "forward", "DeepseekV2Model", **stubs())
+    forward = function(release, DEEPSEEK, "forward", "DeepseekV2Model", **loop_names())
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         hidden, states = decode(release, forward, dtype, (1, 3, 4), factor)
         plain = [torch.full((3, 2), 2.0**index - 1, dtype=dtype) for index in (1, 3, 4)]

@@ -18,6 +18,18 @@ SHARDED = (False, True, True, False, True, True)
 """Which layers leave a shard; the others are dense ones, before which the states are gathered."""
 
 
+def loop_names() -> dict[str, Any]:
+    """What the decoder's loop calls besides its layers, by the names it calls it."""
+    rank = SimpleNamespace(is_first_rank=True, is_last_rank=True)
+    return {
+        "torch": torch,
+        "islice": islice,
+        "get_pp_group": lambda: rank,
+        "IntermediateTensors": dict,
+        "_get_llama_4_scaling": None,
+    }
+
+
 class Ranks:
     """The collectives of two threads."""
 
@@ -44,14 +56,9 @@ class Ranks:
         return padded.chunk(RANKS)[self.own.rank].clone()
 
     def names(self) -> dict[str, Any]:
-        """What the module's functions call, by the names they call it."""
-        rank = SimpleNamespace(is_first_rank=True, is_last_rank=True)
+        """What loop and layers call."""
         return {
-            "torch": torch,
-            "islice": islice,
-            "get_pp_group": lambda: rank,
-            "IntermediateTensors": dict,
-            "_get_llama_4_scaling": None,
+            **loop_names(),
             "DeepseekAttention": int,
             "DeepseekV2MLP": int,
             "get_tensor_model_parallel_world_size": lambda: RANKS,
@@ -84,10 +91,12 @@ def outputs(
 
         return heads
 
-    layers = []
-    for index, leaves_a_shard in enumerate(SHARDED):
-        sharded = shards and leaves_a_shard
-        layer = SimpleNamespace(
+    class Layer(SimpleNamespace):
+        def __call__(self, *args: Any) -> Any:
+            return layer_forward(self, *args)
+
+    layers = [
+        Layer(
             use_mha=False,
             use_sequence_parallel_moe=sharded,
             routed_scaling_factor=1.0,
@@ -97,12 +106,8 @@ def outputs(
             post_attention_layernorm=norm,
             mlp=lambda hidden, already_sequence_parallel=False: hidden * 1.5 + 0.25,
         )
-
-        class Layer(SimpleNamespace):
-            def __call__(self, *args: Any) -> Any:
-                return layer_forward(self, *args)
-
-        layers.append(Layer(**vars(layer)))
+        for index, sharded in enumerate(shards and leaves_a_shard for leaves_a_shard in SHARDED)
+    ]
     embeds = torch.arange(1.0, tokens * hidden_size + 1).reshape(tokens, hidden_size).sin()
     model = SimpleNamespace(
         layers=layers,

@@ -370,9 +370,9 @@ def test_float32_is_not_exact_over_a_cache_that_rounds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "times", "right"), [(6, 2.0, True), (7, 2.0, False), (10, 4.0, True), (11, 4.0, False)]
+    ("wrong", "most", "right"), [(6, 2.0, True), (7, 2.0, False), (10, 4.0, True), (11, 4.0, False)]
 )
-def test_as_many_times_the_reference_s_own_wrong_drafts(wrong: int, times: float, right: bool) -> None:
+def test_as_many_times_the_reference_s_own_wrong_drafts(wrong: int, most: float, right: bool) -> None:
     """It drafts otherwise in 2 of 40 calls; 5 % of the calls, 2, come on top."""
 
     class Undecided(Oracle):
@@ -385,7 +385,7 @@ def test_as_many_times_the_reference_s_own_wrong_drafts(wrong: int, times: float
     for i in range(40):
         drafts = [7, 7] if i >= 40 - wrong else [1, 2]
         one.calls.append(Call("r0", i, states(text)[i : i + 1], text[i + 1 : i + 2], [i], drafts, 3))
-    found = judge(one, oracle=Undecided(floor=0.001), dtype="bfloat16", draft_times=times)
+    found = judge(one, oracle=Undecided(floor=0.001), dtype="bfloat16", draft_times=most)
     assert found.ok is right, found.problems
 
 
