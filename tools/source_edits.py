@@ -856,6 +856,78 @@ CHUNK_END = Recipe(
     ),
 )
 
+_ATTACHED = "        self.kv_cache_config = kv_cache_config\n"
+DRAFT_LIMIT = Recipe(
+    label="D24 draft-limit",
+    file="draft-limit",
+    title="do not take the drafter from everybody for one long request",
+    description="V1 drafts for a batch only while its longest sequence is within the drafter's length. The drafter's"
+    " own loop masks positions beyond the longest request, so the rule is lifted where its rotary embedding reaches as"
+    " far.",
+    places=(
+        Place(
+            (f"{V1_RUNNER}.initialize_kv_cache",),
+            (
+                (
+                    _ATTACHED,
+                    _ATTACHED + "        # The drafter's loop masks positions beyond the longest request: where its\n"
+                    "        # rotary tables reach as far, no request takes it from the others.\n"
+                    "        speculative_config = self.speculative_config\n"
+                    '        drafter = getattr(self, "drafter", None)\n'
+                    "        if (\n"
+                    "            speculative_config is not None\n"
+                    '            and speculative_config.method == "eagle3"\n'
+                    "            and speculative_config.max_model_len is None\n"
+                    "            and drafter is not None\n"
+                    "            and all(\n"
+                    "                len(table) >= self.max_model_len\n"
+                    "                for module in drafter.model.modules()\n"
+                    '                if (table := getattr(module, "cos_sin_cache", None)) is not None\n'
+                    "            )\n"
+                    "        ):\n"
+                    "            self.effective_drafter_max_model_len = (\n"
+                    "                self.max_model_len + speculative_config.num_speculative_tokens\n"
+                    "            )\n",
+                ),
+            ),
+        ),
+    ),
+)
+
+_DRAFT_LENGTH = "                self.draft_model_config.max_model_len = (\n"
+POSITIONS = Recipe(
+    label="D27 drafter-positions",
+    file="drafter-positions",
+    title="let an EAGLE-3 drafter's rotary embedding reach as far as a request may",
+    description="The drafter's max_position_embeddings, which sizes its table, is raised to the target's longest"
+    " request, whose positions it is given, where its frequencies stay.",
+    places=(
+        Place(
+            (f"{SPECULATIVE}.__post_init__",),
+            (
+                (
+                    _DRAFT_LENGTH,
+                    '                if self.method == "eagle3":\n'
+                    "                    # Its rotary table is sized by this; positions are the target's.\n"
+                    "                    draft_hf_config = self.draft_model_config.hf_config\n"
+                    "                    longest = self.target_model_config.max_model_len\n"
+                    '                    own = getattr(draft_hf_config, "max_position_embeddings", None)\n'
+                    '                    rope = getattr(draft_hf_config, "rope_parameters", None) or {}\n'
+                    "                    if (\n"
+                    "                        own is not None\n"
+                    "                        and own < longest\n"
+                    "                        # Kinds whose frequencies do not depend on it.\n"
+                    '                        and rope.get("rope_type", "default")\n'
+                    '                        in ("default", "linear", "llama3")\n'
+                    "                    ):\n"
+                    "                        draft_hf_config.max_position_embeddings = longest\n\n" + _DRAFT_LENGTH,
+                ),
+            ),
+        ),
+    ),
+    applied_upstream="0.27.1",
+)
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The CPU engine
 
@@ -1298,6 +1370,8 @@ RECIPES: tuple[Recipe, ...] = (
     ROPE,
     SHARDED,
     CHUNK_END,
+    POSITIONS,
+    DRAFT_LIMIT,
     ROWS,
     REBINDING,
     ROTARY,

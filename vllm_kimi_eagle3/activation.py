@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from vllm_kimi_eagle3 import __version__, watch
-from vllm_kimi_eagle3.fixes import _boundaries, drafter_media
+from vllm_kimi_eagle3.fixes import _boundaries, drafter_media, drafter_positions
 from vllm_kimi_eagle3.layers import CapturePlan, PlanError, facts_of, read_headers, resolve, stock_boundaries
 from vllm_kimi_eagle3.layers.alignment import content_key, load
 from vllm_kimi_eagle3.layers.files import local_folder, read_config
@@ -234,6 +234,7 @@ def configure_server(context: Context) -> None:
         try:
             watch.settings()  # a mistyped number, too, is to be said now
             context = replace(context, plan=make_plan(vllm_config, record))
+            drafter_positions.check(vllm_config)
             if context.target_architecture == "KimiK25ForConditionalGeneration":
                 # Written even where it is the default: it decides what a compiled drafter is traced with.
                 record[drafter_media.KEY] = drafter_media.chosen(vllm_config)

@@ -18,7 +18,9 @@ from vllm_kimi_eagle3.fixes import (
     cpu_sampling_expansion,
     draft_attention_backend,
     draft_block_size,
+    draft_limit,
     drafter_media,
+    drafter_positions,
     drafter_rope,
     eagle3_interface,
     embeddings,
@@ -60,6 +62,8 @@ FIXES: tuple[Fix, ...] = (
     embeddings.FIX,
     drafter_media.FIX,
     drafter_rope.FIX,
+    drafter_positions.FIX,
+    draft_limit.FIX,
     sharded_step.FIX,
     triton_mla_decode.FIX,
     cpu_kernel_rebinding.FIX,
@@ -78,8 +82,6 @@ ELSEWHERE: dict[str, str] = {
 """Defects that have no fix of their own."""
 
 UNDONE: dict[str, str] = {
-    "D24": "V1 does not run the drafter for a batch in which one request is within k tokens of its longest length: the"
-    " other requests lose those rows for good; text is right, and V2 has no such rule",
     "C7": "on CPU (seen on 0.32.0) experts parallel end in a segmentation fault or give the ranks different inputs: the"
     " kernel takes no map from all experts to a rank's own",
     "C4": "chunked prefill and prefix caching are off with MLA on CPU by a rule of the platform: a limit, not a fault",

@@ -11,14 +11,16 @@ import pytest
 from settings import ENGINE, ON_GPU, SETTINGS
 
 from vllm_kimi_eagle3.regression.engine import EngineRun
-from vllm_kimi_eagle3.regression.runs import Runs, make_pair
+from vllm_kimi_eagle3.regression.runs import Runs, make_pair, more_drafters
 from vllm_kimi_eagle3.verify.compare import Comparison
 from vllm_kimi_eagle3.verify.oracle import CheckpointOracle
 
 
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return make_pair(tmp_path_factory.mktemp("pair"), wide=ON_GPU)
+    folder = tmp_path_factory.mktemp("pair")
+    pair = make_pair(folder, wide=ON_GPU)
+    return {**pair, **more_drafters(pair["eagle3_gqa_nested"], folder)}
 
 
 @pytest.fixture(scope="session")

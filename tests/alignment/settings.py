@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from vllm_kimi_eagle3.regression.settings import (
+    ASIDE,
     BESIDE_THE_LIMIT,
     CHUNKED,
     CROWD,
@@ -57,7 +58,7 @@ SETTINGS: dict[str, Setting] = {
         3,
         (
             *EVERYTHING,
-            {"requests": BESIDE_THE_LIMIT, "tamper": None},
+            ASIDE,
             *({"requests": SHORT, "tamper": name} for name in TAMPERED),
             SHORT,
         ),
@@ -97,9 +98,14 @@ SETTINGS: dict[str, Setting] = {
         "kimi_k25_legacy",
         "eagle3_gqa_nested",
         3,
-        (SHORT, SAME_TWICE),
+        (SHORT, SAME_TWICE, ASIDE),
         options={"overlay": "stock", **CHUNKED},
         env=WITHOUT_MLA,
+    ),
+    # Its own configuration says 64 tokens, of 128 that a request may have.
+    "short drafter": setting("kimi_k25", "eagle3_gqa_short", 3, (BESIDE_THE_LIMIT, JOINING)),
+    "short drafter, stock": setting(
+        "kimi_k25_legacy", "eagle3_gqa_short", 3, (BESIDE_THE_LIMIT,), options={"overlay": "stock"}
     ),
     "compiled": setting("kimi_k25", "eagle3_gqa_nested", 3, (JOINING, TO_THE_LIMIT), options=COMPILED),
     "compiled proxy": setting("kimi_k25", "eagle3_gqa_nested", 3, (SHORT,), options={**COMPILED, "proxy": ROTARY}),

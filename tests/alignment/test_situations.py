@@ -14,7 +14,7 @@ from settings import DTYPE, SETTINGS
 
 from vllm_kimi_eagle3.reference import greedy
 from vllm_kimi_eagle3.regression.engine import EngineRun
-from vllm_kimi_eagle3.regression.settings import BASIC, RIGHT, SITUATIONS
+from vllm_kimi_eagle3.regression.settings import ASIDE, BASIC, RIGHT, SITUATIONS
 from vllm_kimi_eagle3.verify.compare import Comparison
 from vllm_kimi_eagle3.verify.oracle import CheckpointOracle
 
@@ -26,6 +26,7 @@ EXPECTED = {
     "tiny cache": (*SITUATIONS["kimi"], "up to max_model_len"),
     "chunked": SITUATIONS["chunked"],
     "compiled": SITUATIONS["compiled"],
+    "short drafter": (*BASIC, "up to max_model_len"),
     "bf16": BASIC,
     "float16": BASIC,
 }
@@ -53,13 +54,20 @@ def test_nothing_else_is_wrong_either(compared: Compared, setting: str) -> None:
     print(setting, {s.name: (s.rows, f"{s.max_relative_error:.1e}") for s in comparison.situations.values()})
 
 
+def test_a_request_at_its_limit_leaves_the_drafter_to_the_others(compared: Compared) -> None:
+    """D24; ``test_negative_controls`` has stock vLLM."""
+    beside = compared("eager", SETTINGS["eager"].rounds.index(ASIDE))
+    assert beside.problems == []
+    assert beside.ok and "up to max_model_len" in beside.situations
+
+
 @pytest.mark.parametrize("setting", EXPECTED)
 def test_the_engine_captures_the_right_boundaries(run: Callable[[str], EngineRun], setting: str) -> None:
     assert run(setting).result["captured"] == list(SETTINGS[setting].boundaries)
 
 
 @pytest.mark.skipif(DTYPE != "float32", reason="text is only reproducible to the token in float32")
-@pytest.mark.parametrize("setting", ["eager", "tiny cache", "chunked", "compiled"])
+@pytest.mark.parametrize("setting", ["eager", "tiny cache", "chunked", "compiled", "short drafter"])
 def test_text_is_the_reference_s(
     run: Callable[[str], EngineRun], oracle: Callable[..., CheckpointOracle], setting: str
 ) -> None:

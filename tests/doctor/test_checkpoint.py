@@ -194,6 +194,14 @@ BAD: dict[str, tuple[str, str, str, dict[str, Any], dict[str, Any], Callable[[We
     "float16": ("dtype", "warning", "float16", {"torch_dtype": "float16"}, {}, same),
     "config of another precision": ("dtype", "info", "bfloat16", {}, {"torch_dtype": "bfloat16"}, same),
     "short drafter": ("max-length", "warning", "is 32", {}, {"max_position_embeddings": 32}, same),
+    "short yarn": (
+        "max-length",
+        "warning",
+        "knows 32 positions",
+        {},
+        {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}},
+        same,
+    ),
     "other verifier": (
         "trained-for",
         "warning",

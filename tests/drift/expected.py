@@ -39,6 +39,8 @@ EXPECTED: dict[str, dict[str, Need]] = {
     "D23 embeddings": {"0.15.0": R, "0.18.0": A},
     "D21 drafter-media": {"0.15.0": A},
     "D25 drafter-rope": {"0.15.0": N, "0.18.0": A, "0.28.0": R},
+    "D27 drafter-positions": {"0.15.0": A, "0.27.0": R},
+    "D24 draft-limit": {"0.15.0": A},
     "D26 sharded-step": {"0.15.0": N, "0.25.0": A},
     "D19 triton-mla-decode": {"0.15.0": A, "0.31.0": R},
     "C1 cpu-kernel-rebinding": {"0.15.0": N, "0.31.0": A},

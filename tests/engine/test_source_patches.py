@@ -55,8 +55,15 @@ def check(pair: dict[str, Path], requests: list[Request], target: Target) -> Cal
     return equal
 
 
-def test_the_drafter_gets_its_layers(serve: Serve, check: Callable[..., None], pair: dict[str, Path]) -> None:
-    run = serve(pair["eagle3_gqa_nested"], env=OUTPUT)
+def test_the_drafter_gets_its_layers(
+    serve: Serve, check: Callable[..., None], pair: dict[str, Path], tmp_path: Path
+) -> None:
+    """Also behind the length that its configuration says (D24): without that patch, nothing more is drafted there."""
+    drafter = tmp_path / "drafter"
+    shutil.copytree(pair["eagle3_gqa_nested"], drafter)
+    config = json.loads((drafter / "config.json").read_text())
+    (drafter / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 32}))
+    run = serve(drafter, env=OUTPUT)
     assert not run.result["overlay_loaded"]
     check(run, "gqa", RIGHT)
 

@@ -45,6 +45,7 @@ _REFUSED = defects(
     "D5-k25-language-model",
     "D12-shared-lm-head",
     "D16-float16-scale",
+    "D27-drafter-positions",
 )
 
 FAILS: dict[str, dict[str, frozenset[str]]] = {
@@ -64,6 +65,7 @@ FAILS: dict[str, dict[str, frozenset[str]]] = {
             "D16-float16-scale",
             "D17-float16-clone",
             "D22-chunk-end-token",
+            "D24-draft-limit",
         ),
     },
 }
@@ -87,6 +89,7 @@ SKIPS: dict[str, frozenset[str]] = {
         "D11-image-placeholder",
         "D15-draft-backend",
         "D22-chunk-end-token",
+        "D24-draft-limit",
         "D25-drafter-rope",
         "C3-block-size",
         "C5-sampling-expansion",

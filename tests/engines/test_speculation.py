@@ -79,17 +79,32 @@ def assert_predicted(run: EngineRun, traces: list[SpeculationTrace]) -> None:
     assert batch["counters"] == counters(*traces)
 
 
+@pytest.fixture(scope="module")
+def with_short(pair: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The pair, and the GQA drafter with a configuration that says fewer positions than any request has."""
+    folder = tmp_path_factory.mktemp("short") / "eagle3_gqa_short"
+    shutil.copytree(pair["eagle3_gqa_nested"], folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 32}))
+    return {**pair, "eagle3_gqa_short": folder}
+
+
 @pytest.mark.parametrize(
-    ("target", "drafter"), [(KIMI, "gqa"), ("deepseek_v3", "gqa"), pytest.param(KIMI, "mla", marks=needs_mla)]
+    ("target", "drafter"),
+    [(KIMI, "gqa_nested"), ("deepseek_v3", "gqa_short"), pytest.param(KIMI, "mla_nested", marks=needs_mla)],
 )
 def test_right_layers(
-    pair: dict[str, Path], requests: list[Request], predict: Callable[..., Any], target: str, drafter: str
+    with_short: dict[str, Path], requests: list[Request], predict: Callable[..., Any], target: str, drafter: str
 ) -> None:
-    run = serve(pair, requests, target, f"eagle3_{drafter}_nested", additional_config=OUTPUT_RULE)
-    traces = predict(drafter, RIGHT)
+    """The short drafter needs D24's remedy, and below 0.27.1 D27's: without them, nothing is drafted."""
+    pair = with_short
+    assert min(len(prompt) + tokens for prompt, tokens, *_ in requests) > 32
+    run = serve(pair, requests, target, f"eagle3_{drafter}", additional_config=OUTPUT_RULE)
+    kind = drafter.split("_")[0]
+    traces = predict(kind, RIGHT)
     assert_predicted(run, traces)
     assert rate(traces) > 0.6
-    assert rate(traces) - rate(predict(drafter, STOCK)) > 0.05
+    assert rate(traces) - rate(predict(kind, STOCK)) > 0.05
     reference = Target.load(pair["deepseek_v3"])
     for got, (prompt, tokens, _) in zip(run.result["rounds"], requests, strict=False):
         assert got["output_ids"] == [greedy(reference, prompt, tokens)]

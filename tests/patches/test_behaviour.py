@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from tests.fixes import dispatchers
+from tests.fixes.lengths import LONGEST, YARN, runner, server
 from tests.layers import corpus
 from tests.patches.trees import ENDS, texts, touched
 from tests.releases import build, definition, tree
@@ -30,6 +31,8 @@ from vllm_kimi_eagle3.fixes import (
     cpu_draft_step_kernel,
     cpu_sampling_expansion,
     draft_attention_backend,
+    draft_limit,
+    drafter_positions,
     float16_stream,
     mtp_rewrite,
     triton_mla_decode,
@@ -256,6 +259,46 @@ def test_the_runner_notes_where_chunks_end(release: str) -> None:
     )
     exec(compile(ast.Module(noted, []), V1, "exec"), {"self": runner, "num_reqs": 3})
     assert runner.input_batch.chunk_ends == {1: 8}
+
+
+def ran(release: str, path: str, method: str, owner: str, beginnings: tuple[str, ...], **names: Any) -> None:
+    """Run those statements of a patched method that begin so, wherever they stand in it."""
+    found = [
+        s
+        for s in ast.walk(node(release, path, method, owner))
+        if isinstance(s, ast.stmt) and ast.unparse(s).startswith(beginnings)
+    ]
+    assert len(found) == len(beginnings)
+    exec(compile(ast.Module(sorted(found, key=lambda s: s.lineno), []), path, "exec"), names)
+
+
+@pytest.mark.parametrize("release", ENDS)
+def test_one_long_request_takes_the_drafter_from_nobody(release: str) -> None:
+    """D24: as the overlay lifts the rule, for drafters that reach far enough or not, and for other servers."""
+    lines = ("speculative_config = self.spec", "drafter = getattr(self", "if speculative_config is not None and")
+    for rows in ((), (LONGEST,), (LONGEST, LONGEST - 1)):
+        for given in ({}, {"method": "eagle"}, {"max_model_len": 72}):
+            ours, theirs = runner(*rows, limit=72, **given), runner(*rows, limit=72, **given)
+            draft_limit.lift(ours)
+            ran(release, V1, "initialize_kv_cache", "GPUModelRunner", lines, self=theirs)
+            assert theirs.effective_drafter_max_model_len == ours.effective_drafter_max_model_len
+    stage = SimpleNamespace(speculative_config=runner().speculative_config, max_model_len=LONGEST)
+    ran(release, V1, "initialize_kv_cache", "GPUModelRunner", lines, self=stage)
+    assert not hasattr(stage, "effective_drafter_max_model_len")
+
+
+@pytest.mark.parametrize("release", [r for r in ENDS if series.number(r) < (0, 27, 0)])
+@pytest.mark.parametrize("own", [64, 128, 4096, None])
+@pytest.mark.parametrize("rope", [{}, {"rope_type": "linear"}, {"rope_type": "dynamic"}, YARN, None])
+def test_the_drafters_positions_are_the_targets(release: str, own: int | None, rope: dict[str, Any] | None) -> None:
+    """D27: raised where the overlay raises it."""
+    ours, theirs = server(own, rope_parameters=rope), server(own, rope_parameters=rope)
+    drafter_positions.configure(SimpleNamespace(vllm_config=ours))  # type: ignore[arg-type]
+    speculative = theirs.speculative_config
+    speculative.method = "eagle3"
+    lines = ("if self.method == 'eagle3':\n    draft_hf_config",)
+    ran(release, CONFIG, "__post_init__", "SpeculativeConfig", lines, self=speculative)
+    assert speculative.draft_model_config == ours.speculative_config.draft_model_config
 
 
 @pytest.mark.parametrize("release", [r for r in ENDS if (0, 17, 0) <= series.number(r) < (0, 33, 0)])

@@ -157,7 +157,7 @@ def check(scenario: Scenario, seen: dict[str, Any]) -> None:
         assert seen["error"] is not None and f"a gate is missing: {gone}" in seen["error"]
     else:
         assert seen["error"] is None
-        applied = {"C1", "C2", "C3", "C5", "D15", "D22"}
+        applied = {"C1", "C2", "C3", "C5", "D15", "D22", "D24"}
         assert {name for name, found in seen["states"].items() if found == "APPLIED"} >= applied
         assert len(seen["patched"]) == len(set(seen["patched"])) >= 6
     assert seen["gates"] == expected

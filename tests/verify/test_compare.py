@@ -118,6 +118,10 @@ def skip_a_step(one: Served) -> None:
     del one.calls[1]
 
 
+def skip_the_prompt(one: Served) -> None:
+    del one.calls[0]
+
+
 def never_drafted(one: Served) -> None:
     one.calls.clear()
 
@@ -144,6 +148,7 @@ def other_draft(one: Served) -> None:
         spoil_prompt_id,
         spoil_position,
         skip_a_step,
+        skip_the_prompt,
         never_drafted,
         narrow_rows,
         swap_boundaries,
@@ -448,6 +453,17 @@ def test_drafts_are_counted_up_to_the_first_wrong_one() -> None:
     one.calls[0].drafts, one.calls[1].drafts = [1, 9], [9, 9]
     found = judge(one)
     assert found.drafts == [[1, 3], [1, 2]] and found.inputs_ok and not found.ok
+
+
+@pytest.mark.parametrize(
+    ("longest", "drafts", "right"),
+    [(9, [1, 9], True), (9, [9, 2], False), (10, [1, 9], False), (10, [1, 2], True)],
+)
+def test_drafts_end_with_the_longest_request(longest: int, drafts: list[int], right: bool) -> None:
+    """The last row's position is 8, so that the second draft is the drafter's at position 9."""
+    one = served()
+    one.calls[2].drafts = drafts
+    assert judge(one, max_model_len=longest).ok is right
 
 
 PICTURE = torch.tensor([1.0, 2.0])

@@ -19,6 +19,7 @@ from typing import Any, cast
 
 from vllm_kimi_eagle3.doctor.findings import Finding, ok
 from vllm_kimi_eagle3.doctor.tensors import integers
+from vllm_kimi_eagle3.fixes.drafter_positions import fixed_reach
 from vllm_kimi_eagle3.layers import CapturePlan, CheckpointHeaders, PlanError, alignment, read_headers, resolve
 from vllm_kimi_eagle3.layers.files import inside, read_config
 from vllm_kimi_eagle3.layers.headers import TensorInfo
@@ -662,12 +663,23 @@ def max_length(pair: Pair) -> Iterator[Finding]:
         yield Finding(
             "max-length", "info", "one of the configs has no max_position_embeddings, so nothing was compared"
         )
+    elif (reach := fixed_reach(pair.body)) is not None and reach < full:
+        yield Finding(
+            "max-length",
+            "warning",
+            f"the drafter's rotary embedding knows {reach} positions, the target's {full}",
+            "V2 of 0.33.0 serves no longer requests, and the overlay refuses older ones, which would read other memory;"
+            " V1 drafts for no request of a batch while one is longer",
+            f"serve with --max-model-len {reach} or less",
+        )
     elif own < full:
         yield Finding(
             "max-length",
             "warning",
             f"the drafter's max_position_embeddings is {own}, the target's {full}",
-            f"beyond {own} tokens vLLM stops drafting for a request, and still pays for verifying",
+            f"beyond {own} tokens it may draft badly, for it may not have been trained there; without the overlay, V1"
+            " drafts for no request of a batch while one is longer (D24), and V2 below 0.27.1 ends or reads other"
+            " memory (D27)",
             f"serve with --max-model-len {own} or less, or take a drafter that was trained for longer text",
         )
     else:

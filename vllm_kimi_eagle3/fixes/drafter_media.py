@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_kimi_eagle3.fixes import _proposer
+from vllm_kimi_eagle3.fixes._runners import on_v2
 from vllm_kimi_eagle3.fixes.eagle3_interface import KIMI_K25
 from vllm_kimi_eagle3.layers.parse import describe
 from vllm_kimi_eagle3.layers.plan import PlanError
@@ -92,7 +93,7 @@ def check(vllm_config: Any, choice: str) -> None:
         why = "with enable_prompt_embeds a prompt's own embeddings are said to be pictures'"
     elif choice == "embedding" and len(widths := _widths(speculative)) == 2:
         why = f"the drafter's width, {widths[1]}, is not the target's, {widths[0]}"
-    elif _on_v2(vllm_config) and not v2_passes_media(SourceTree.installed()):
+    elif on_v2(vllm_config) and not v2_passes_media(SourceTree.installed()):
         why = "this vLLM's V2 model runner gives an EAGLE-3 drafter no embeddings of pictures"
     if why is not None:
         raise PlanError(f"{KEY} is {choice}, but {why}; leave it at {DEFAULT}")
@@ -102,12 +103,6 @@ def _widths(speculative: Any) -> list[int]:
     """The hidden sizes of target and drafter; one where they are the same."""
     both = (speculative.target_model_config, speculative.draft_model_config)
     return list(dict.fromkeys(int(config.get_hidden_size()) for config in both))
-
-
-def _on_v2(vllm_config: Any) -> bool:
-    """Whether the server runs on the V2 model runner; older releases know only the user's word."""
-    decided = getattr(vllm_config, "use_v2_model_runner", None)
-    return os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" if decided is None else bool(decided)
 
 
 def v2_passes_media(tree: SourceTree) -> bool:

@@ -4,9 +4,9 @@
     python -m vllm_kimi_eagle3.regression.config_probe JOB.json RESULT.pt
 
 The job: ``configs``, by name {"engine": arguments of EngineArgs, "env": variables}. The result has for each either
-``error`` or: ``architectures`` of the drafter as vLLM understood it, ``hash`` of the whole configuration, and
-``readers``, the layer ids that each runner's own function takes of it: a list, None, or a sentence where there is no
-such function. No engine starts, and no GPU is touched.
+``error`` or: ``architectures`` of the drafter as vLLM understood it, ``positions``, how many its rotary embedding is
+built for, ``hash`` of the whole configuration, and ``readers``, the layer ids that each runner's own function takes of
+it: a list, None, or a sentence where there is no such function. No engine starts, and no GPU is touched.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ def look(engine: dict[str, Any]) -> dict[str, Any]:
     speculative = config.speculative_config
     return {
         "architectures": list(speculative.draft_model_config.hf_config.architectures or []),
+        "positions": speculative.draft_model_config.hf_config.max_position_embeddings,
         "hash": config.compute_hash(),
         "readers": {runner: read(runner, speculative) for runner in READERS},
     }

@@ -144,7 +144,7 @@ class Suite(Runs):
         pair = make_pair(folder, wide=gpu)
         os.environ.setdefault(RECORDS, str(folder / "model-records"))
         super().__init__(
-            {**pair, **_more_drafters(pair["eagle3_gqa_nested"], folder)},
+            {**pair, **more_drafters(pair["eagle3_gqa_nested"], folder)},
             suite_settings(environment),
             at_once,
         )
@@ -195,6 +195,7 @@ class Suite(Runs):
             "boundary rule": ("deepseek_v3", "eagle3_gqa_nested_boundary", rule["boundary rule"]),
             "other layers": ("deepseek_v3", "eagle3_gqa_other_layers", rule["boundary rule"]),
             "mla drafter": ("deepseek_v3", "eagle3_mla_nested_v3", rule["output rule"]),
+            "short drafter": ("deepseek_v3", "eagle3_gqa_short", {}),
         }
         configs = {
             key: {
@@ -232,12 +233,13 @@ class Suite(Runs):
         return engine
 
 
-def _more_drafters(nested: Path, folder: Path) -> dict[str, Path]:
-    """The GQA drafter with nested ids that are boundaries, its own and other ones; and one that borrows its lm_head."""
+def more_drafters(nested: Path, folder: Path) -> dict[str, Path]:
+    """The GQA drafter with nested ids that are boundaries, its own and other ones; a short one; one without lm_head."""
     key = "eagle_aux_hidden_state_layer_ids"
     changes: dict[str, dict[str, Any]] = {
         "eagle3_gqa_nested_boundary": {"eagle_config": {key: list(RIGHT)}},
         "eagle3_gqa_other_layers": {"eagle_config": {key: [3, 7, 9]}},
+        "eagle3_gqa_short": {"eagle_config": None, key: list(RIGHT), "max_position_embeddings": MAX_MODEL_LEN // 2},
         "eagle3_headless_boundary": {"eagle_config": None, key: list(RIGHT), "draft_vocab_size": 320},
     }
     for name, change in changes.items():

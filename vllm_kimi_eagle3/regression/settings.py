@@ -35,7 +35,9 @@ SHORT: list[Request] = [(prompt(24, 40), 16, [], 0), (prompt(27, 20), 16, [], 3)
 # All stay clear of the limit, also by what an asynchronous scheduler expects: see BESIDE_THE_LIMIT.
 CROWD: list[Request] = [(prompt(i, 42 + 5 * i), 58 - 3 * i, [], i) for i in range(6)]
 BESIDE_THE_LIMIT: list[Request] = [(prompt(21, 110), 500, []), (prompt(24, 40), 40, [])]
-"""D24: while the first request is near max_model_len, V1 does not run the drafter for the second one either."""
+"""D24: while the first request is near max_model_len, stock V1 does not run the drafter for the second one either."""
+ASIDE: dict[str, Any] = {"requests": BESIDE_THE_LIMIT, "tamper": None}
+"""As a round that is compared by itself."""
 SAME_TWICE: list[Request] = [(prompt(30, 90), 12, [])]
 EVERYTHING = (JOINING, ALONE[:1], ALONE[1:], TO_THE_LIMIT)
 
@@ -122,7 +124,7 @@ def suite_settings(env: Environment) -> dict[str, Setting]:
     kimi = {**options, "skip_tokenizer_init": False}
     mla = "eagle3_mla_boundary" if env.mla_drafters else "eagle3_gqa_boundary"
     return {
-        "eager": Setting("deepseek_v3", "eagle3_gqa_boundary", 3, EVERYTHING, dtype, options, common),
+        "eager": Setting("deepseek_v3", "eagle3_gqa_boundary", 3, (*EVERYTHING, ASIDE), dtype, options, common),
         "chunked": Setting(
             "deepseek_v3",
             "eagle3_gqa_boundary",

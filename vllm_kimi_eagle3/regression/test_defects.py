@@ -2,7 +2,7 @@
 """One test a defect, by its id: what vLLM does, whoever made it so.
 
 ``docs/COMPATIBILITY.md`` lists the defects by release. D14 and D20, checks of what a user configures, are the overlay's
-alone, D9 is part of D19, and D24 and C4 are known and not mended: they have no test here, nor has what
+alone, D9 is part of D19, and C4 and C7 are known and not mended: they have no test here, nor has what
 ``settings.UNTESTED`` names.
 
 Where a vLLM's CPU engine refuses speculation, or to see either runner's own code, the parts are looked at apart
@@ -20,7 +20,7 @@ import torch
 from vllm_kimi_eagle3.reference import greedy
 from vllm_kimi_eagle3.regression.observe import EXPANDED
 from vllm_kimi_eagle3.regression.runs import Suite
-from vllm_kimi_eagle3.regression.settings import EARLY, PROMPTS, RIGHT
+from vllm_kimi_eagle3.regression.settings import ASIDE, EARLY, MAX_MODEL_LEN, PROMPTS, RIGHT
 from vllm_kimi_eagle3.verify.compare import Comparison
 
 Check = Callable[[Suite], None]
@@ -325,6 +325,20 @@ def token_behind_a_chunk(suite: Suite) -> None:
     comparison = suite.compared("chunked")
     assert "chunked prefill" in comparison.situations
     assert not any(s.wrong_ids for s in comparison.situations.values()), comparison.problems
+
+
+@defect("D24-draft-limit")
+def long_request_leaves_the_drafter_to_the_others(suite: Suite) -> None:
+    """Beside a request that reaches the longest length, another one's rows all reach the drafter."""
+    needs_speculation(suite)
+    rounds = suite.settings["eager"].rounds
+    right(suite.compared("eager", rounds.index(ASIDE)))
+
+
+@defect("D27-drafter-positions")
+def short_drafter_reaches_the_longest_request(suite: Suite) -> None:
+    """A drafter's rotary embedding is built for the server's longest request, whatever its own configuration says."""
+    assert config(suite, "short drafter")["positions"] >= MAX_MODEL_LEN
 
 
 # ---------------------------------------------------------------------------------------------------------------------

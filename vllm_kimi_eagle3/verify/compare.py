@@ -234,7 +234,7 @@ def compare(
         boundaries: what the columns of a row are, in order.
         dtype: the engine's, "float32", "bfloat16" or "float16".
         block_size: of the KV cache, in tokens; names a situation.
-        max_model_len: names a situation.
+        max_model_len: names a situation, and ends what is drafted.
         bar: replaces the one by dtype.
         embedding_bar: the same for pictures' embeddings alone.
         floor: what ``rounding`` found for more requests than these, where these are few.
@@ -270,12 +270,15 @@ def compare(
         exact = exact and rounded is None
         if rounded is not None and floor is None:
             floors.append(_errors(rounded, want, len(boundaries)))
-        expected = view.drafts(want, tokens, one.calls)
-        nearby = None if rounded is None else view.drafts(rounded, tokens, one.calls)
+        # Beyond the longest request engines draft from positions of their own choice, and throw the tokens away.
+        reached = [max_model_len - call.positions[-1] for call in one.calls]
+        expected = _cut(view.drafts(want, tokens, one.calls), reached)
+        nearby = None if rounded is None else _cut(view.drafts(rounded, tokens, one.calls), reached)
         for index, call in enumerate(one.calls):
-            off = expected is not None and call.drafts != expected[index]
+            drafts = call.drafts[: reached[index]]
+            off = expected is not None and drafts != expected[index]
             if expected is not None:
-                _count(ours, call.drafts, expected[index])
+                _count(ours, drafts, expected[index])
                 if nearby is not None:
                     _count(noise, nearby[index], expected[index])
             wrong["calls"] += 1
@@ -362,6 +365,10 @@ def _about(one: Served, oracle: Oracle) -> tuple[Oracle, Mapping[int, Tensor]]:
         raise TypeError("a prompt with pictures can be compared with a CheckpointOracle only")
     view = oracle.about(one.media, one.rounded_media)
     return view, view.embeds()
+
+
+def _cut(drafts: list[list[int]] | None, lengths: Sequence[int]) -> list[list[int]] | None:
+    return drafts and [ids[:length] for ids, length in zip(drafts, lengths, strict=True)]
 
 
 def _count(counts: list[list[int]], drafts: Sequence[int], expected: Sequence[int]) -> None:
@@ -501,6 +508,8 @@ def _ids_and_positions(one: Served) -> tuple[list[int], list[tuple[int, str]]]:
         start = call.positions[0]
         if call.positions != list(range(start, start + len(call.positions))):
             found.append((index, f"{one.name}: positions {call.positions[:8]} are not consecutive"))
+        elif next_position is None and start >= len(one.prompt_ids):
+            found.append((index, f"{one.name}: position {start} comes first, behind the prompt"))
         elif next_position is not None and start != next_position and start > one.calls[index - 1].positions[0]:
             found.append((index, f"{one.name}: position {start} follows {next_position - 1}"))
         next_position = call.positions[-1] + 1
