@@ -11,7 +11,7 @@ import ast
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from vllm_kimi_eagle3.fixes import _proposer
+from vllm_kimi_eagle3.fixes import _proposer, draft_limit
 from vllm_kimi_eagle3.fixes.target_whitelist import NAMES
 from vllm_kimi_eagle3.patching.source import SourceTree
 from vllm_kimi_eagle3.source_patches.diff import lines_of
@@ -857,39 +857,65 @@ CHUNK_END = Recipe(
 )
 
 _ATTACHED = "        self.kv_cache_config = kv_cache_config\n"
+_SLOTS = "common_attn_metadata.slot_mapping = self._slot_mapping_buffer[:batch_size]\n"
+
+
+def _masks_one_step(tree: SourceTree) -> bool:
+    module = _proposer.find_class(tree).partition(":")[0]
+    return draft_limit.STEP in tree.path(module).read_text(encoding="utf-8")
+
+
+def _masked(indent: str) -> tuple[str, str]:
+    lines = (
+        "# A position of 0 would be 1 in the next step, inside the request.\n",
+        "out_pos.masked_fill_(\n",
+        "    common_attn_metadata.slot_mapping == PADDING_SLOT_ID,\n",
+        "    self.max_model_len - 1,\n",
+        ")\n",
+    )
+    return indent + _SLOTS, indent + _SLOTS + "".join(indent + line for line in lines)
+
+
 DRAFT_LIMIT = Recipe(
     label="D24 draft-limit",
     file="draft-limit",
     title="do not take the drafter from everybody for one long request",
-    description="V1 drafts for a batch only while its longest sequence is within the drafter's length. The drafter's"
-    " own loop masks positions beyond the longest request, so the rule is lifted where its rotary embedding reaches as"
-    " far.",
+    description="V1 drafts for a batch only while its longest sequence is within the drafter's length. That rule is"
+    " lifted where the drafter's rotary embedding reaches as far as a request may, and what the drafter's loop masks"
+    " beyond the longest request stays masked.",
     places=(
         Place(
             (f"{V1_RUNNER}.initialize_kv_cache",),
             (
                 (
                     _ATTACHED,
-                    _ATTACHED + "        # The drafter's loop masks positions beyond the longest request: where its\n"
-                    "        # rotary tables reach as far, no request takes it from the others.\n"
-                    "        speculative_config = self.speculative_config\n"
+                    _ATTACHED + "        # One long request need not take the drafter from the others, where its\n"
+                    "        # rotary tables reach as far as a request may.\n"
+                    "        spec_config = self.speculative_config\n"
                     '        drafter = getattr(self, "drafter", None)\n'
                     "        if (\n"
-                    "            speculative_config is not None\n"
-                    '            and speculative_config.method == "eagle3"\n'
-                    "            and speculative_config.max_model_len is None\n"
+                    "            spec_config is not None\n"
+                    '            and spec_config.method == "eagle3"\n'
+                    "            and spec_config.max_model_len is None\n"
                     "            and drafter is not None\n"
-                    "            and all(\n"
-                    "                len(table) >= self.max_model_len\n"
-                    "                for module in drafter.model.modules()\n"
-                    '                if (table := getattr(module, "cos_sin_cache", None)) is not None\n'
-                    "            )\n"
                     "        ):\n"
-                    "            self.effective_drafter_max_model_len = (\n"
-                    "                self.max_model_len + speculative_config.num_speculative_tokens\n"
-                    "            )\n",
+                    "            tables = [\n"
+                    "                module.cos_sin_cache\n"
+                    "                for module in drafter.model.modules()\n"
+                    '                if getattr(module, "cos_sin_cache", None) is not None\n'
+                    "            ]\n"
+                    "            if tables and min(map(len, tables)) >= self.max_model_len:\n"
+                    "                drafter.max_model_len = self.max_model_len\n"
+                    "                self.effective_drafter_max_model_len = (\n"
+                    "                    self.max_model_len + spec_config.num_speculative_tokens\n"
+                    "                )\n",
                 ),
             ),
+        ),
+        Place(
+            (*_proposer.places("_update_positions_dependent_metadata"), *_proposer.places("propose")),
+            (_masked(" " * 12), _masked(" " * 8)),
+            when=_masks_one_step,
         ),
     ),
 )
@@ -925,7 +951,7 @@ POSITIONS = Recipe(
             ),
         ),
     ),
-    applied_upstream="0.27.1",
+    applied_upstream="0.27.0",
 )
 
 # ---------------------------------------------------------------------------------------------------------------------

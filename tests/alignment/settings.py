@@ -102,8 +102,16 @@ SETTINGS: dict[str, Setting] = {
         options={"overlay": "stock", **CHUNKED},
         env=WITHOUT_MLA,
     ),
-    # Its own configuration says 64 tokens, of 128 that a request may have.
-    "short drafter": setting("kimi_k25", "eagle3_gqa_short", 3, (BESIDE_THE_LIMIT, JOINING)),
+    # Its own configuration says 64 tokens, of 128 that a request may have. Drafts go several steps beyond those; the
+    # second time, prompts come from the cache in which such steps must have left no trace.
+    "short drafter": setting(
+        "kimi_k25",
+        "eagle3_gqa_short",
+        6,
+        (BESIDE_THE_LIMIT, BESIDE_THE_LIMIT, JOINING),
+        options={"enable_prefix_caching": True, "block_size": 32},
+        env=WITHOUT_MLA,
+    ),
     "short drafter, stock": setting(
         "kimi_k25_legacy", "eagle3_gqa_short", 3, (BESIDE_THE_LIMIT,), options={"overlay": "stock"}
     ),

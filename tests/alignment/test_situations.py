@@ -26,7 +26,7 @@ EXPECTED = {
     "tiny cache": (*SITUATIONS["kimi"], "up to max_model_len"),
     "chunked": SITUATIONS["chunked"],
     "compiled": SITUATIONS["compiled"],
-    "short drafter": (*BASIC, "up to max_model_len"),
+    "short drafter": (*BASIC, "prefix-cache hit", "up to max_model_len"),
     "bf16": BASIC,
     "float16": BASIC,
 }

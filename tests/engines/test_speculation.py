@@ -96,7 +96,7 @@ def with_short(pair: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
 def test_right_layers(
     with_short: dict[str, Path], requests: list[Request], predict: Callable[..., Any], target: str, drafter: str
 ) -> None:
-    """The short drafter needs D24's remedy, and below 0.27.1 D27's: without them, nothing is drafted."""
+    """The short drafter needs D24's remedy, and below 0.27.0 D27's: without them, nothing is drafted."""
     pair = with_short
     assert min(len(prompt) + tokens for prompt, tokens, *_ in requests) > 32
     run = serve(pair, requests, target, f"eagle3_{drafter}", additional_config=OUTPUT_RULE)

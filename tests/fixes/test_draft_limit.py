@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+import torch
 
 from tests import releases
 from tests.fixes.lengths import LONGEST, YARN, K, runner, server
@@ -23,6 +24,8 @@ from vllm_kimi_eagle3.patching.source import SourceTree
 from vllm_kimi_eagle3.patching.spec import Need
 
 RUNNER = "v1/worker/gpu_model_runner.py"
+FILES = (RUNNER, "v1/spec_decode/llm_base_proposer.py", "v1/spec_decode/utils.py", "config/speculative.py")
+KERNEL = "eagle_step_slot_mapping_metadata_kernel"
 
 
 def rule(release: str) -> Any:
@@ -55,7 +58,7 @@ def test_it_is_decided_when_the_models_are_there() -> None:
     installer, seen = MagicMock(spec=Installer), []
     installer.original.return_value = lambda self, config, is_profiling=False: seen.append((config, is_profiling))
     draft_limit.install(installer)
-    target, wrapper = installer.replace.call_args.args
+    target, wrapper = installer.replace.call_args_list[0].args
     self = runner(LONGEST)
     wrapper(self, "config", is_profiling=True)
     assert target.endswith("GPUModelRunner.initialize_kv_cache")
@@ -63,11 +66,14 @@ def test_it_is_decided_when_the_models_are_there() -> None:
     assert self.effective_drafter_max_model_len == LONGEST + K
 
 
-@pytest.mark.parametrize("rows", [(), (LONGEST,), (LONGEST, 2 * LONGEST)])
+@pytest.mark.parametrize("rows", [(LONGEST,), (LONGEST, 2 * LONGEST)])
 def test_where_the_rotary_embedding_reaches(rows: tuple[int, ...]) -> None:
+    """With --max-model-len -1 the drafter's loop has not heard how long a request may be."""
     self = runner(*rows)
+    self.drafter.max_model_len = 10 * LONGEST
     draft_limit.lift(self)
     assert self.effective_drafter_max_model_len == LONGEST + K
+    assert self.drafter.max_model_len == LONGEST
 
 
 def test_the_shortest_rotary_embedding_keeps_the_rule(caplog: pytest.LogCaptureFixture) -> None:
@@ -81,13 +87,103 @@ def test_the_shortest_rotary_embedding_keeps_the_rule(caplog: pytest.LogCaptureF
 def test_other_servers_keep_theirs() -> None:
     user = runner(LONGEST, limit=72, max_model_len=72)
     other = runner(LONGEST, limit=72, method="eagle")
+    unknown = runner(limit=72)
     stage = runner(LONGEST, limit=72)
     del stage.drafter
     alone = SimpleNamespace(speculative_config=None)
-    for self in (user, other, stage, alone):
+    for self in (user, other, unknown, stage, alone):
         before = dict(vars(self))
         draft_limit.lift(self)
         assert vars(self) == before
+
+
+def one_step(
+    *, positions_1d: Any, block_table_tensor: Any, seq_lens: Any, block_size: int, max_model_len: int,
+    out_clamped_positions: Any, out_slot_mapping: Any, input_batch_size: int
+) -> None:  # fmt: skip
+    """What every release's kernel does to a batch, from 0.18.0 on; its lines are looked at below."""
+    new = positions_1d + 1
+    exceeds = new >= max_model_len
+    clamped = torch.where(exceeds, 0, new)
+    columns = (clamped // block_size).clamp(max=block_table_tensor.shape[1] - 1)
+    slots = block_table_tensor.gather(1, columns[:, None])[:, 0] * block_size + clamped % block_size
+    out_slot_mapping.fill_(-1)
+    out_slot_mapping[: len(new)] = torch.where(exceeds, -1, slots)
+    seq_lens.copy_(torch.where(exceeds, 1, seq_lens + 1).clamp(max=max_model_len))
+    out_clamped_positions.copy_(clamped)
+
+
+def slots_of(step: Any, last: int, steps: int) -> list[list[int]]:
+    """The slots that a proposer's loop writes behind two requests' last rows; the first of them stays in its place."""
+    positions = torch.tensor([last, 20])
+    table = torch.arange(2 * LONGEST // 16).view(2, -1) + 100
+    seq_lens, buffer, found = torch.tensor([last + 1, 21], dtype=torch.int32), torch.empty(3, dtype=torch.int64), []
+    for _ in range(steps):
+        out = positions.clone()
+        step(
+            positions_1d=positions, block_table_tensor=table.int(), seq_lens=seq_lens, block_size=16,
+            max_model_len=LONGEST, out_clamped_positions=out, out_slot_mapping=buffer, input_batch_size=3,
+        )  # fmt: skip
+        positions = out
+        found.append(buffer.tolist())
+    return found
+
+
+def masked(step: Any) -> Any:
+    """The remedy's step over another."""
+    installer = MagicMock(spec=Installer)
+    installer.original.return_value = step
+    draft_limit.install(installer)
+    return installer.replace.call_args_list[1].args[1]
+
+
+def engines_step(**arguments: Any) -> None:
+    """The kernel of the installed CPU engine, as the release's own function calls it."""
+    import vllm._custom_ops  # noqa: F401  # which loads the kernels
+    from vllm.utils import cpu_triton_utils
+
+    given = SimpleNamespace(**arguments)
+    given.out_slot_mapping.fill_(draft_limit.PADDING_SLOT_ID)
+    cpu_triton_utils._eagle_step_slot_mapping_metadata_kernel_impl(
+        given.positions_1d,
+        given.block_table_tensor,
+        given.block_table_tensor.stride(0),
+        given.seq_lens,
+        given.out_clamped_positions,
+        given.out_slot_mapping,
+        given.block_size,
+        given.max_model_len,
+        given.block_table_tensor.shape[1],
+        draft_limit.PADDING_SLOT_ID,
+    )
+
+
+@pytest.mark.parametrize("step", [one_step, engines_step])
+@pytest.mark.parametrize("last", [LONGEST - 8, LONGEST - 3, LONGEST - 2])
+def test_nothing_is_written_beyond_the_longest_request(step: Any, last: int) -> None:
+    """The negative control is the step without the remedy: from the second position beyond on, it starts at 1 again."""
+    own = lambda i: (100 + (last + 1 + i) // 16) * 16 + (last + 1 + i) % 16  # noqa: E731
+    other = [(108 + (21 + i) // 16) * 16 + (21 + i) % 16 for i in range(10)]
+    inside = [own(i) for i in range(LONGEST - 1 - last)]
+    right = [[slot, beside, -1] for slot, beside in zip([*inside, *[-1] * (10 - len(inside))], other, strict=True)]
+    assert slots_of(masked(step), last, 10) == right
+    stock = slots_of(step, last, 10)
+    assert stock[: len(inside) + 1] == right[: len(inside) + 1]
+    assert [slot for slot, *_ in stock[len(inside) + 1 :]] == [1601 + i for i in range(9 - len(inside))]
+
+
+@pytest.mark.parametrize("release", [r for r in releases.RELEASES if int(r.split(".")[1]) >= 18])
+def test_every_release_s_step_is_that_one(release: str) -> None:
+    kernel = ast.unparse(releases.definition(release, "v1/spec_decode/utils.py", KERNEL))
+    for line in (
+        "new_position = position + 1",
+        "exceeds_max = new_position >= max_model_len",
+        "clamped_position = tl.where(exceeds_max, 0, new_position)",
+        "slot_id = tl.where(exceeds_max, PAD_ID, slot_id)",
+        "new_seq_len = tl.where(exceeds_max, 1, seq_len + 1)",
+    ):
+        assert line in kernel
+    assert "PADDING_SLOT_ID = -1" in releases.source(release, "v1/spec_decode/utils.py")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -170,17 +266,19 @@ def test_a_short_yarn_is_refused_on_v2_alone(monkeypatch: pytest.MonkeyPatch) ->
         (draft_limit.probe, RUNNER, "self.effective_drafter_max_model_len = draft_config.max_model_len", "pass"),
         (draft_limit.probe, RUNNER, "<= self.effective_drafter_max_model_len", "<= self.drafter_length"),
         (draft_limit.probe, RUNNER, "    def initialize_kv_cache(\n        self,\n", "    def initialize_kv_cache(\n"),
-        (draft_limit.probe, "v1/spec_decode/llm_base_proposer.py", "self.max_model_len", "self.longest"),
+        (draft_limit.probe, "v1/spec_decode/llm_base_proposer.py", "out_clamped_positions=out_pos", "out=out_pos"),
+        (draft_limit.probe, "v1/spec_decode/llm_base_proposer.py", "eagle_step_update", "next_step"),
+        (draft_limit.probe, "v1/spec_decode/utils.py", "exceeds_max, PAD_ID", "exceeds_max, slot_id"),
         (drafter_positions.probe, "config/speculative.py", "_maybe_override_draft_max_model_len(", "_length_of("),
     ],
 )
 def test_what_is_not_known_is_refused(tmp_path: Any, probe: Any, path: str, old: str, new: str) -> None:
-    for name in (RUNNER, "v1/spec_decode/llm_base_proposer.py", "config/speculative.py"):
+    for name in FILES:
         releases.altered(tmp_path, "0.26.0", name)
     file = tmp_path / "vllm" / path
     assert probe(SourceTree(tmp_path)).need is Need.APPLY
     changed = tmp_path / "changed"
-    for name in (RUNNER, "v1/spec_decode/llm_base_proposer.py", "config/speculative.py"):
+    for name in FILES:
         releases.altered(changed, "0.26.0", name)
     text = file.read_text()
     assert old in text

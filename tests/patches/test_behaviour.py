@@ -275,7 +275,7 @@ def ran(release: str, path: str, method: str, owner: str, beginnings: tuple[str,
 @pytest.mark.parametrize("release", ENDS)
 def test_one_long_request_takes_the_drafter_from_nobody(release: str) -> None:
     """D24: as the overlay lifts the rule, for drafters that reach far enough or not, and for other servers."""
-    lines = ("speculative_config = self.spec", "drafter = getattr(self", "if speculative_config is not None and")
+    lines = ("spec_config = self.spec", "drafter = getattr(self", "if spec_config is not None and")
     for rows in ((), (LONGEST,), (LONGEST, LONGEST - 1)):
         for given in ({}, {"method": "eagle"}, {"max_model_len": 72}):
             ours, theirs = runner(*rows, limit=72, **given), runner(*rows, limit=72, **given)

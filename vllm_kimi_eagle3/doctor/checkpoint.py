@@ -678,7 +678,7 @@ def max_length(pair: Pair) -> Iterator[Finding]:
             "warning",
             f"the drafter's max_position_embeddings is {own}, the target's {full}",
             f"beyond {own} tokens it may draft badly, for it may not have been trained there; without the overlay, V1"
-            " drafts for no request of a batch while one is longer (D24), and V2 below 0.27.1 ends or reads other"
+            " drafts for no request of a batch while one is longer (D24), and V2 below 0.27.0 ends or reads other"
             " memory (D27)",
             f"serve with --max-model-len {own} or less, or take a drafter that was trained for longer text",
         )

@@ -14,6 +14,18 @@ def places(method: str) -> tuple[str, ...]:
     return tuple(f"{module}:{CLASS}.{method}" for module in MODULES)
 
 
+def find_class(tree: SourceTree) -> str:
+    """The place of the class in this tree.
+
+    Raises:
+        SourceMissing: it is in none of the places known.
+    """
+    for target in (f"{module}:{CLASS}" for module in MODULES):
+        if tree.has(target):
+            return target
+    raise SourceMissing(f"{CLASS} is in none of {', '.join(MODULES)}")
+
+
 def find(tree: SourceTree, method: str) -> str:
     """The place of a method in this tree.
 

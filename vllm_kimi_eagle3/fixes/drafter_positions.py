@@ -4,8 +4,8 @@
 Drafter and target count positions alike, but up to 0.26.0 the drafter's table of rotary factors is as long as the
 drafter's own ``max_position_embeddings``; many trainers write the length that they trained with. V2 reads beyond the
 table: a device-side assertion where vLLM compiles, other memory's numbers where it does not. V1 stops drafting before
-that, for everybody (D24). As from 0.27.1 on, the configuration is raised to the server's longest request, for the kinds
-of rotary embedding whose frequencies do not depend on it.
+that, for everybody (D24). As 0.27.0 does, the configuration is raised to the server's longest request; as 0.33.0 does,
+for those kinds of rotary embedding alone whose frequencies do not depend on it.
 
 The other kinds, YaRN above all, end where their own numbers say, in every release. V2 of 0.33.0 lowers the server's
 longest request to that; before, such a server is refused on V2. On V1, D24's remedy leaves it to vLLM's rule.
@@ -101,8 +101,8 @@ FIX = Fix(
     targets=(TARGET,),
     phase=Phase.VLLM_CONFIG,
     why="requests longer than the drafter's max_position_embeddings end the engine or read other memory on V2",
-    upstream="0.27.1 raises the drafter's configuration (vllm#48894); 0.33.0 where its frequencies allow it",
-    retire="releases below 0.27.1 are no longer supported",
+    upstream="0.27.0 raises the drafter's configuration (vllm#48894), 0.33.0 where frequencies do not depend on it",
+    retire="releases below 0.27.0 are no longer supported",
     probe=probe,
     configure=configure,
 )
