@@ -25,7 +25,9 @@ from vllm_kimi_eagle3.regression.settings import (
     SHORT,
     TINY_CACHE,
     TO_THE_LIMIT,
+    Request,
     Setting,
+    prompt,
 )
 
 ON_GPU = torch.cuda.is_available()
@@ -50,6 +52,8 @@ COMPILED: dict[str, Any] = {
 }
 # The CPU platform switches chunked prefill and prefix caching off with MLA (C4), but not with ordinary attention.
 WITHOUT_MLA = {} if ON_GPU else {"VLLM_MLA_DISABLE": "1"}
+ALL_TO_THE_LIMIT: list[Request] = [(prompt(21, 105 + i), 500, []) for i in range(8)]
+"""Eight lengths, so that last steps begin at each distance from the limit; the second time, prompts are cached."""
 setting = partial(Setting, dtype=DTYPE)
 SETTINGS: dict[str, Setting] = {
     "eager": setting(
@@ -108,7 +112,7 @@ SETTINGS: dict[str, Setting] = {
         "kimi_k25",
         "eagle3_gqa_short",
         6,
-        (BESIDE_THE_LIMIT, BESIDE_THE_LIMIT, JOINING),
+        (BESIDE_THE_LIMIT, ALL_TO_THE_LIMIT, ALL_TO_THE_LIMIT, JOINING),
         options={"enable_prefix_caching": True, "block_size": 32},
         env=WITHOUT_MLA,
     ),

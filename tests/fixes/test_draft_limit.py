@@ -77,6 +77,7 @@ def test_where_the_rotary_embedding_reaches(rows: tuple[int, ...]) -> None:
 
 
 def test_the_shortest_rotary_embedding_keeps_the_rule(caplog: pytest.LogCaptureFixture) -> None:
+    draft_limit._say.cache_clear()
     self = runner(LONGEST, LONGEST - 1, limit=LONGEST - 1)
     with caplog.at_level(logging.WARNING, "vllm.kimi_eagle3"):
         draft_limit.lift(self)

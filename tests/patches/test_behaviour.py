@@ -287,6 +287,23 @@ def test_one_long_request_takes_the_drafter_from_nobody(release: str) -> None:
     assert not hasattr(stage, "effective_drafter_max_model_len")
 
 
+@pytest.mark.parametrize("release", MLA)
+def test_what_is_masked_stays_masked(release: str) -> None:
+    """D24: a position of 0 would be 1 in the drafter's next step; ``tests/fixes`` has the steps."""
+    split, base = series.number(release) >= (0, 21, 0), series.number(release) >= (0, 20, 0)
+    path = f"vllm/v1/spec_decode/{'llm_base_proposer' if base else 'eagle'}.py"
+    method = "_update_positions_dependent_metadata" if split else "propose"
+    out = torch.tensor([0, 5])
+    names = {
+        "self": SimpleNamespace(max_model_len=LONGEST),
+        "out_pos": out,
+        "common_attn_metadata": SimpleNamespace(slot_mapping=torch.tensor([-1, 70])),
+        "PADDING_SLOT_ID": -1,
+    }
+    ran(release, path, method, "SpecDecodeBaseProposer", ("out_pos.masked_fill_(",), **names)
+    assert out.tolist() == [LONGEST - 1, 5]
+
+
 @pytest.mark.parametrize("release", [r for r in ENDS if series.number(r) < (0, 27, 0)])
 @pytest.mark.parametrize("own", [64, 128, 4096, None])
 @pytest.mark.parametrize("rope", [{}, {"rope_type": "linear"}, {"rope_type": "dynamic"}, YARN, None])
