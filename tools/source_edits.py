@@ -860,11 +860,6 @@ _ATTACHED = "        self.kv_cache_config = kv_cache_config\n"
 _SLOTS = "common_attn_metadata.slot_mapping = self._slot_mapping_buffer[:batch_size]\n"
 
 
-def _masks_one_step(tree: SourceTree) -> bool:
-    module = _proposer.find_class(tree).partition(":")[0]
-    return draft_limit.STEP in tree.path(module).read_text(encoding="utf-8")
-
-
 def _masked(indent: str) -> tuple[str, str]:
     lines = (
         "# A position of 0 would be 1 in the next step, inside the request.\n",
@@ -915,7 +910,7 @@ DRAFT_LIMIT = Recipe(
         Place(
             (*_proposer.places("_update_positions_dependent_metadata"), *_proposer.places("propose")),
             (_masked(" " * 12), _masked(" " * 8)),
-            when=_masks_one_step,
+            when=lambda tree: draft_limit.step_of(tree) is not None,
         ),
     ),
 )

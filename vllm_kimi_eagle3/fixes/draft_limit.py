@@ -51,7 +51,7 @@ def probe(tree: SourceTree) -> Verdict:
     if tree.parameters(TARGET)[:2] != ("self", "kv_cache_config"):
         return Verdict(Need.REFUSED, f"{TARGET} takes {tree.parameters(TARGET)}")
     loop = tree.text(_proposer.find_class(tree))
-    if _step(tree) is None:
+    if step_of(tree) is None:
         known = _OLD_LOOP in loop
     else:
         known = f"{STEP}(" in loop and "out_clamped_positions=" in loop and _MASKS in tree.text(_KERNEL)
@@ -60,7 +60,7 @@ def probe(tree: SourceTree) -> Verdict:
     return Verdict(Need.APPLY, f"{rule} stops drafting for the whole batch")
 
 
-def _step(tree: SourceTree) -> str | None:
+def step_of(tree: SourceTree) -> str | None:
     """The name that the loop's module has for the step; None up to 0.17.1, whose loop does it itself."""
     module = _proposer.find_class(tree).partition(":")[0]
     return f"{module}:{STEP}" if STEP in tree.path(module).read_text(encoding="utf-8") else None
@@ -113,7 +113,7 @@ def install(installer: Installer) -> None:
         return original(self, *args, **kwargs)
 
     installer.replace(TARGET, initialize_kv_cache)
-    target = _step(SourceTree.installed())
+    target = step_of(SourceTree.installed())
     if target is None:
         return
     step: Any = installer.original(target)

@@ -64,7 +64,7 @@ def fixed_reach(config: Mapping[str, Any]) -> int | None:
         config: the drafter's own.
 
     Returns:
-        None for kinds whose table is as long as it is asked to be, and where the numbers are missing.
+        None for kinds whose table is as long as it is asked to be, and where no number is given.
     """
     for rope in _ropes(config):
         kind = rope.get("rope_type", rope.get("type", "default"))
